@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Resolve roles/python_env/files/locks/*.in into lock files with a hash for every wheel.
+
+`make lock` calls this. A lock names, for one variant and one Python, each package, its version and the
+sha256 of the wheels that fit the target (linux x86_64, glibc 2.35): nothing else can be installed from it.
+Pins that still satisfy the inputs are kept; --upgrade takes the newest instead. --check resolves nothing:
+it says whether each lock was made from the inputs that lie beside it.
+
+torch's CPU wheels are not on PyPI. They come from the folder or page in --find-links (default: what pip is
+configured with), and where there is none from PyTorch's own index. Neither place is written into the lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import tomllib
+import urllib.parse
+from typing import Any
+
+LOCKS = pathlib.Path(__file__).resolve().parent.parent / "roles" / "python_env" / "files" / "locks"
+TARGETS = [("cpu", "3.11"), ("cu130", "3.11"), ("cu130", "3.12")]
+PLATFORM = "x86_64-manylinux_2_35"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def lock_path(variant: str, python: str) -> pathlib.Path:
+    return LOCKS / f"{variant}-cp{python.replace('.', '')}.txt"
+
+
+def inputs_digest(variant: str, python: str) -> str:
+    """Digest of everything that a lock is made from, comments left out."""
+    digest = hashlib.sha256(f"{python} {PLATFORM}\n".encode())
+    for suffix in (".in", ".overrides"):
+        path = LOCKS / (variant + suffix)
+        lines = path.read_text().splitlines() if path.exists() else []
+        for line in lines:
+            text = line.split("#", 1)[0].strip()
+            if text:
+                digest.update(f"{suffix} {text}\n".encode())
+    return digest.hexdigest()
+
+
+def pip_find_links() -> list[str]:
+    """The find-links that pip is configured with on this machine."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        done = subprocess.run(
+            [python, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            return done.stdout.split()
+    return os.environ.get("PIP_FIND_LINKS", "").split()
+
+
+def resolve(uv: str, variant: str, python: str, find_links: list[str], upgrade: bool) -> dict[str, Any]:
+    """Return the resolution as a parsed pylock.toml: names, versions, wheels with URL, size and hash."""
+    command = [uv, "pip", "compile", "--quiet", "--no-build", "--python-version", python, "--python-platform", PLATFORM]
+    overrides = LOCKS / f"{variant}.overrides"
+    if overrides.exists():
+        command += ["--override", str(overrides)]
+    if variant == "cpu":
+        if find_links:
+            command += [word for place in find_links for word in ("--find-links", place)]
+        else:
+            # PyTorch's index also carries old copies of common packages: take the best version over both.
+            command += ["--index", TORCH_CPU_INDEX, "--index-strategy", "unsafe-best-match"]
+    source = str(LOCKS / f"{variant}.in")
+    with tempfile.TemporaryDirectory() as folder:
+        pins = pathlib.Path(folder, "pins.txt")
+        lock = lock_path(variant, python)
+        if lock.exists() and not upgrade:
+            # uv prefers the versions that it finds in its output file
+            pins.write_text("".join(f"{line.split()[0]}\n" for line in lock.read_text().splitlines() if "==" in line))
+        subprocess.run(
+            [*command, source, "--no-header", "--output-file", str(pins)], check=True, stdout=subprocess.DEVNULL
+        )
+        pylock = pathlib.Path(folder, "pylock.toml")
+        subprocess.run(
+            [*command, source, "--constraint", str(pins), "--format", "pylock.toml", "--output-file", str(pylock)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        return tomllib.loads(pylock.read_text())
+
+
+def wheel_size(wheel: dict[str, Any]) -> int:
+    url = urllib.parse.urlsplit(wheel["url"])
+    if url.scheme == "file":
+        return pathlib.Path(urllib.parse.unquote(url.path)).stat().st_size
+    return int(wheel.get("size", 0))
+
+
+def render(variant: str, python: str, resolution: dict[str, Any]) -> str:
+    lines, total = [], 0
+    packages = sorted(resolution["packages"], key=lambda package: package["name"])
+    for package in packages:
+        wheels = package.get("wheels", [])
+        if not wheels:
+            raise SystemExit(f"{package['name']} {package['version']}: no wheel fits {PLATFORM}, Python {python}")
+        total += max(wheel_size(wheel) for wheel in wheels)
+        hashes = sorted({wheel["hashes"]["sha256"] for wheel in wheels})
+        lines.append(
+            f"{package['name']}=={package['version']}" + "".join(f" \\\n    --hash=sha256:{value}" for value in hashes)
+        )
+    header = [
+        f"# vLLM runtime, variant {variant}, Python {python}, linux x86_64, glibc 2.35 or newer.",
+        "# Made by `make lock` from the .in and .overrides files beside it: do not edit.",
+        f"# inputs: sha256:{inputs_digest(variant, python)}",
+        f"# packages: {len(packages)}",
+        f"# download-bytes: {total}",
+    ]
+    return "\n".join(header + lines) + "\n"
+
+
+def check(variant: str, python: str) -> str | None:
+    lock = lock_path(variant, python)
+    if not lock.exists():
+        return f"{lock.name} is missing: run `make lock`"
+    if f"# inputs: sha256:{inputs_digest(variant, python)}\n" not in lock.read_text():
+        return f"{lock.name} was made from other inputs than {variant}.in and {variant}.overrides: run `make lock`"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Resolve the runtime's lock files.")
+    parser.add_argument("variants", nargs="*", help="only these variants (default: all)")
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions instead of keeping pins")
+    parser.add_argument("--check", action="store_true", help="only compare locks with their inputs")
+    parser.add_argument("--find-links", action="append", default=[], metavar="PLACE", help="where torch+cpu lies")
+    parser.add_argument("--uv", default="uv", help="the uv command")
+    args = parser.parse_args()
+    targets = [target for target in TARGETS if not args.variants or target[0] in args.variants]
+    if args.check:
+        problems = [problem for target in targets if (problem := check(*target))]
+        print("\n".join(problems) or f"{len(targets)} locks fit their inputs")
+        return 1 if problems else 0
+    find_links = args.find_links or pip_find_links()
+    for variant, python in targets:
+        text = render(variant, python, resolve(args.uv, variant, python, find_links, args.upgrade))
+        lock = lock_path(variant, python)
+        changed = not lock.exists() or lock.read_text() != text
+        lock.write_text(text)
+        print(f"{lock.name}: {'written' if changed else 'unchanged'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
