@@ -1,0 +1,1 @@
+"""Decides how a model is served: pure Python, standard library only, no Ansible."""
