@@ -31,7 +31,9 @@ def build(out: pathlib.Path, name: str, version: str, metadata: str, files: dict
     info = f"{name}-{version}.dist-info"
     content = dict(files)
     content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}".encode()
-    content[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: build_wheels\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    content[f"{info}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: build_wheels\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
     record = "".join(record_line(path, data) for path, data in sorted(content.items()))
     content[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     wheel = out / f"{name}-{version}-py3-none-any.whl"
