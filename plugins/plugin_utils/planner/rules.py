@@ -6,12 +6,14 @@ Numbers are those of the project's rule list; a rule that is missing here is che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import PlannerError
 from .model import Model
 
 VOCAB_PADDING = 64
+# Stands for "name the tensor sizes that work"; filled in only when somebody reads the violation.
+_OTHER_SIZE = "other tensor size"
 _GROUPED_METHODS = ("gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "auto-round", "auto_gptq")
 
 
@@ -48,13 +50,22 @@ Rule = Callable[[Model, Layout], Iterator[Violation]]
 
 
 def check(model: Model, layout: Layout) -> list[Violation]:
-    """All rules that this layout of this model breaks."""
-    return [violation for rule in _RULES for violation in rule(model, layout)]
+    """All rules that this layout of this model breaks, each with its remedy."""
+    broken = [violation for rule in _RULES for violation in rule(model, layout)]
+    if not any(violation.remedy == _OTHER_SIZE for violation in broken):
+        return broken
+    advice = _other_sizes(model, layout)
+    return [replace(violation, remedy=advice) if violation.remedy == _OTHER_SIZE else violation for violation in broken]
+
+
+def holds(model: Model, layout: Layout) -> bool:
+    """Whether this layout breaks no rule."""
+    return not any(True for rule in _RULES for _ in rule(model, layout))
 
 
 def tensor_sizes(model: Model, limit: int) -> list[int]:
     """Every tensor-parallel size up to `limit` that breaks no rule, largest first."""
-    return [size for size in range(limit, 0, -1) if not check(model, Layout(tensor=size))]
+    return [size for size in range(limit, 0, -1) if holds(model, Layout(tensor=size))]
 
 
 def padded_vocab(model: Model) -> int:
@@ -71,12 +82,12 @@ def split_layers(layers: int, stages: int, partition: tuple[int, ...] | None = N
     return split
 
 
-def _remedy(model: Model, layout: Layout) -> str:
+def _other_sizes(model: Model, layout: Layout) -> str:
     """Name tensor sizes that do work, near the one that was asked."""
     works = [
         size
-        for size in range(1, max(layout.tensor, 8) + 1)
-        if size != layout.tensor and not any(list(rule(model, Layout(tensor=size))) for rule in _SIZE_RULES)
+        for size in range(1, min(max(layout.tensor, 8), 64) + 1)
+        if size != layout.tensor and not any(True for rule in _SIZE_RULES for _ in rule(model, Layout(tensor=size)))
     ]
     if not works:
         return "No tensor size suits this model: check its config.json."
@@ -89,7 +100,7 @@ def _attention_heads(model: Model, layout: Layout) -> Iterator[Violation]:
             1,
             f"Total number of attention heads ({model.heads}) must be divisible by tensor parallel size "
             f"({layout.tensor}).",
-            _remedy(model, layout),
+            _OTHER_SIZE,
         )
 
 
@@ -99,7 +110,7 @@ def _kv_heads(model: Model, layout: Layout) -> Iterator[Violation]:
         return
     large, small = max(layout.tensor, model.kv_heads), min(layout.tensor, model.kv_heads)
     if large % small:
-        yield Violation(2, f"{large} is not divisible by {small} (KV heads, tensor size).", _remedy(model, layout))
+        yield Violation(2, f"{large} is not divisible by {small} (KV heads, tensor size).", _OTHER_SIZE)
 
 
 def _linear_sizes(model: Model, layout: Layout) -> Iterator[Violation]:
@@ -107,13 +118,13 @@ def _linear_sizes(model: Model, layout: Layout) -> Iterator[Violation]:
         yield Violation(
             4,
             f"{model.intermediate} is not divisible by {layout.tensor} (intermediate size, tensor size).",
-            _remedy(model, layout),
+            _OTHER_SIZE,
         )
     if model.shared_intermediate % layout.tensor:
         yield Violation(
             4,
             f"{model.shared_intermediate} is not divisible by {layout.tensor} (shared expert, tensor size).",
-            _remedy(model, layout),
+            _OTHER_SIZE,
         )
 
 
@@ -123,7 +134,7 @@ def _vocabulary(model: Model, layout: Layout) -> Iterator[Violation]:
         yield Violation(
             5,
             f"{padded} is not divisible by {layout.tensor} (vocabulary padded to {VOCAB_PADDING}, tensor size).",
-            _remedy(model, layout),
+            _OTHER_SIZE,
         )
 
 
@@ -224,7 +235,7 @@ def _quantization_groups(model: Model, layout: Layout) -> Iterator[Violation]:
                 12,
                 f"Weight input_size_per_partition={size // layout.tensor} for layer '{name}' is not divisible by "
                 f"group_size={quantization.group_size}.",
-                _remedy(model, layout),
+                _OTHER_SIZE,
             )
 
 
@@ -240,7 +251,7 @@ def _fp8_blocks(model: Model, layout: Layout) -> Iterator[Violation]:
                 14,
                 f"Weight input_size_per_partition = {shard} is not divisible by weight quantization block_k = "
                 f"{block_k}.",
-                _remedy(model, layout),
+                _OTHER_SIZE,
             )
     outputs = [] if model.mla else [model.head_dim * max(1, model.kv_heads // layout.tensor)]
     if model.dense_layers:
@@ -250,7 +261,7 @@ def _fp8_blocks(model: Model, layout: Layout) -> Iterator[Violation]:
             yield Violation(
                 14,
                 f"Weight output_partition_size = {shard} is not divisible by weight quantization block_n = {block_n}.",
-                _remedy(model, layout),
+                _OTHER_SIZE,
             )
     if model.is_moe and not layout.expert and model.moe_intermediate % layout.tensor == 0:
         shard = model.moe_intermediate // layout.tensor
@@ -271,14 +282,14 @@ def _mamba(model: Model, layout: Layout) -> Iterator[Violation]:
             16,
             f"Tensor parallel world size must divide num heads ({model.mamba_heads} Mamba heads, tensor size "
             f"{layout.tensor}).",
-            _remedy(model, layout),
+            _OTHER_SIZE,
         )
     if model.mamba_groups > 1 and model.mamba_groups % layout.tensor:
         yield Violation(
             16,
             "If tensor parallel world size does not divide num_groups, then num_groups must equal 1 "
             f"({model.mamba_groups} groups, tensor size {layout.tensor}).",
-            _remedy(model, layout),
+            _OTHER_SIZE,
         )
 
 
@@ -292,7 +303,15 @@ def _draft(model: Model, layout: Layout) -> Iterator[Violation]:
         )
 
 
-_SIZE_RULES: tuple[Rule, ...] = (_attention_heads, _kv_heads, _linear_sizes, _vocabulary)
+_SIZE_RULES: tuple[Rule, ...] = (
+    _attention_heads,
+    _kv_heads,
+    _linear_sizes,
+    _vocabulary,
+    _quantization_groups,
+    _fp8_blocks,
+    _mamba,
+)
 _RULES: tuple[Rule, ...] = (
     *_SIZE_RULES,
     _stages,
@@ -300,9 +319,6 @@ _RULES: tuple[Rule, ...] = (
     _experts_split,
     _experts_exist,
     _decode_context,
-    _quantization_groups,
-    _fp8_blocks,
-    _mamba,
     _draft,
 )
 
@@ -311,4 +327,5 @@ def require(model: Model, layout: Layout) -> None:
     """Raise with every broken rule."""
     broken = check(model, layout)
     if broken:
-        raise PlannerError(" ".join(dict.fromkeys(map(str, broken))))
+        parts = [violation.message for violation in broken] + [violation.remedy for violation in broken]
+        raise PlannerError(" ".join(dict.fromkeys(parts)))

@@ -1,0 +1,217 @@
+"""Renders a plan as the argument list of `vllm serve`, checked against the flags of the pinned version."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .errors import PlannerError
+
+_DATA = Path(__file__).parent / "data"
+_PREFIX = "serve_flags_"
+
+# Flags that the plan decides: the key of an instance that says the same.
+OWNED = {
+    "--tensor-parallel-size": "parallelism.tensor",
+    "--pipeline-parallel-size": "parallelism.pipeline",
+    "--data-parallel-size": "parallelism.data",
+    "--enable-expert-parallel": "parallelism.expert",
+    "--distributed-executor-backend": "executor",
+    "--max-model-len": "context_length",
+    "--speculative-config": "speculative",
+    "--kv-transfer-config": "disaggregation",
+    "--port": "port",
+    "--master-port": "master_port",
+    "--served-model-name": "the instance's own name",
+    "--model": "model.path",
+    "--revision": "model.revision",
+    "--host": "cluster_address (the server listens on every address of its node)",
+    "--uds": "port",
+    "--master-addr": "cluster_address",
+    "--nnodes": "nodes",
+    "--node-rank": "nodes",
+    "--headless": "nodes",
+    "--data-parallel-address": "cluster_address",
+    "--data-parallel-backend": "executor",
+    "--data-parallel-rank": "nodes",
+    "--data-parallel-size-local": "nodes",
+    "--data-parallel-start-rank": "nodes",
+    "--config": "args",
+    "--api-key": "VLLM_API_KEY in the instance's secret environment (a key in argv is readable by every user)",
+    "--hf-token": "HF_TOKEN in the instance's secret environment (a token in argv is readable by every user)",
+}
+# Plan keys in the order in which they are rendered.
+_PLAN_FLAGS = (
+    ("tensor_parallel_size", "--tensor-parallel-size"),
+    ("pipeline_parallel_size", "--pipeline-parallel-size"),
+    ("data_parallel_size", "--data-parallel-size"),
+    ("enable_expert_parallel", "--enable-expert-parallel"),
+    ("distributed_executor_backend", "--distributed-executor-backend"),
+    ("max_model_len", "--max-model-len"),
+    ("max_num_seqs", "--max-num-seqs"),
+    ("max_num_batched_tokens", "--max-num-batched-tokens"),
+    ("gpu_memory_utilization", "--gpu-memory-utilization"),
+    ("kv_cache_dtype", "--kv-cache-dtype"),
+    ("speculative_config", "--speculative-config"),
+)
+# Values that mean the same as leaving the flag out.
+_UNSAID: dict[str, Any] = {
+    "data_parallel_size": 1,
+    "enable_expert_parallel": False,
+    "kv_cache_dtype": "auto",
+}
+
+
+def versions() -> list[str]:
+    """Versions whose flags are known, oldest first."""
+    names = (path.stem.removeprefix(_PREFIX) for path in _DATA.glob(f"{_PREFIX}*.json"))
+    return sorted(names, key=lambda name: [int(part) for part in name.split(".")])
+
+
+@lru_cache(maxsize=8)
+def _load(version: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Flags of a version, and every spelling of each."""
+    known = versions()
+    # Patch releases and local builds (0.32.0+cpu, 0.33.1) share the flags of their minor version.
+    minor = version.split("+", maxsplit=1)[0].split(".")[:2]
+    match = next((name for name in reversed(known) if name.split(".")[:2] == minor), None)
+    if match is None:
+        raise PlannerError(
+            f"the flags of vLLM {version} are not known; python_env_vllm_version may be one of {', '.join(known)}"
+        )
+    flags: dict[str, dict[str, Any]] = json.loads((_DATA / f"{_PREFIX}{match}.json").read_text("utf-8"))["flags"]
+    spellings = {}
+    for name, entry in flags.items():
+        for spelling in (name, *entry.get("aliases", ())):
+            spellings[spelling] = name
+    return flags, spellings
+
+
+def flag_name(key: str, version: str) -> str:
+    """The flag that a key of `args` means, or an error with a suggestion."""
+    flags, spellings = _load(version)
+    bare = key.strip().lstrip("-").replace("_", "-")
+    for candidate in (f"--{bare}", f"-{bare}"):
+        if candidate in spellings:
+            return spellings[candidate]
+    off = {entry["off"]: name for name, entry in flags.items() if "off" in entry}
+    off |= {f"--no-{name[2:]}": name for name in off.values()}
+    if f"--{bare}" in off:
+        positive = off[f"--{bare}"]
+        raise PlannerError(f"args key {key!r} switches a flag off; write {positive[2:]}: false instead")
+    close = difflib.get_close_matches(f"--{bare}", flags, n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0][2:]!r}?" if close else ""
+    raise PlannerError(f"args key {key!r} is no flag of vLLM {version}{hint}")
+
+
+def check_args(args: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """`args` of an instance with every key as its flag; raises on the first key that can't be used."""
+    checked: dict[str, Any] = {}
+    for key, value in args.items():
+        name = flag_name(str(key), version)
+        if name in OWNED:
+            raise PlannerError(f"args key {key!r} is decided by the plan; set {OWNED[name]} instead")
+        if name in checked:
+            raise PlannerError(f"args key {key!r} says {name} twice")
+        _render(name, value, version)
+        checked[name] = value
+    return checked
+
+
+def engine_flags(args: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """The same in snake_case, as the estimate reads them."""
+    return {name[2:].replace("-", "_"): value for name, value in check_args(args, version).items()}
+
+
+def serve_args(
+    plan: Mapping[str, Any],
+    version: str,
+    *,
+    model: str | None = None,
+    served_model_name: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> list[str]:
+    """What follows `vllm serve`, one element an argument."""
+    argv = [model] if model is not None else []
+    for flag, value in (("--served-model-name", served_model_name), ("--host", host), ("--port", port)):
+        # A headless node has no API server; these flags would only mislead the reader of its unit.
+        if value is not None and node_rank == 0:
+            argv += _render(flag, value, version)
+    args = check_args(plan.get("args") or {}, version)
+    for key, flag in _PLAN_FLAGS:
+        value = plan.get(key)
+        if value is None or value == {} or value == _UNSAID.get(key):
+            continue
+        argv += _render(flag, args.pop(flag, value), version)
+    if nnodes > 1:
+        if master_addr is None or master_port is None:
+            raise PlannerError("an engine over several nodes without Ray needs master_addr and master_port")
+        for flag, value in (
+            ("--nnodes", nnodes),
+            ("--node-rank", node_rank),
+            ("--master-addr", master_addr),
+            ("--master-port", master_port),
+        ):
+            argv += _render(flag, value, version)
+        if node_rank:
+            argv += _render("--headless", True, version)
+    for flag, value in sorted(args.items()):
+        argv += _render(flag, value, version)
+    return argv
+
+
+def _render(flag: str, value: Any, version: str) -> list[str]:
+    flags, _ = _load(version)
+    entry = flags.get(flag)
+    if entry is None:
+        raise PlannerError(f"{flag} is no flag of vLLM {version}")
+    kind = entry["kind"]
+    if value is None:
+        raise PlannerError(f"{flag[2:]} has no value; leave the key out to keep vLLM's default")
+    if kind == "switch":
+        if not isinstance(value, bool):
+            raise PlannerError(f"{flag[2:]} = {value!r}: this flag takes true or false")
+        if value:
+            return [flag]
+        return [entry["off"]] if "off" in entry else []
+    if isinstance(value, bool):
+        raise PlannerError(f"{flag[2:]} = {str(value).lower()}: this flag takes a value, not true or false")
+    if isinstance(value, Mapping):
+        return [flag, json.dumps(value, sort_keys=True, separators=(",", ":"))]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if kind != "list":
+            # Flags that read JSON take lists as JSON too.
+            return [flag, json.dumps(list(value), separators=(",", ":"))]
+        if not value:
+            raise PlannerError(f"{flag[2:]} is an empty list; leave the key out instead")
+        return [flag, *(_text(flag, item) for item in value)]
+    return [flag, _text(flag, value)]
+
+
+def _text(flag: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    text = str(value)
+    if "\n" in text or "\0" in text:
+        raise PlannerError(f"{flag[2:]}: a value can't hold line breaks")
+    if text.startswith("-") and not _is_number(text):
+        # argparse would read it as the next flag.
+        raise PlannerError(f"{flag[2:]} = {text!r}: a value can't begin with a dash")
+    return text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
