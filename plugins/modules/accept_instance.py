@@ -259,8 +259,7 @@ def reference(params):
     answer = subprocess.run(
         [params["python"], "-c", params["reference_script"]],
         input=json.dumps(request),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         encoding="utf-8",
         errors="replace",
         check=False,

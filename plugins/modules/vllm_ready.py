@@ -108,7 +108,7 @@ LINE = re.compile(r"\x1b\[[0-9;]*m")
 
 def output(*command):
     answer = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False, encoding="utf-8", errors="replace"
+        command, capture_output=True, check=False, encoding="utf-8", errors="replace"
     )
     return answer.stdout
 
