@@ -1,0 +1,1195 @@
+#!/usr/bin/env python3
+"""Hold a closed lab for test nodes, and work in it.
+
+The holder is one small daemon with mount, network, process and IPC namespaces of its own. In there
+/sys/fs/cgroup is a private cgroup2 tree and /run is empty, so podman finds what it finds on a freshly booted host;
+the nodes' bridges live there, nothing in it has a route out, and everything in it ends with the holder.
+Two doors lead through the wall, both served by a child of the holder that stays in the machine's own network:
+
+* the proxy listens inside, at every network's gateway address, and fetches from outside: apt by plain http (packages
+  and indexes are cached), anything else by CONNECT, and only from the hosts of an allow-list;
+* the gate listens outside, on loopback addresses, and forwards to ports of the nodes.
+
+Settings come from DIR/lab.json, which role `lab` writes. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import encodings.idna  # noqa: F401  (loaded at the first name lookup; the interpreter's files may be gone by then)
+import errno
+import fcntl
+import hashlib
+import http.client
+import ipaddress
+import json
+import os
+import re
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NoReturn, cast
+from urllib.parse import urlsplit
+
+RUN = Path("/run/ironrack")
+CGROUP = Path("/sys/fs/cgroup")
+CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+CA_PUBLIC = Path("/usr/share/ca-certificates")
+IMAGE = "localhost/ironrack-node"
+NFT_TABLE = "ironrack_lab"
+START_TIMEOUT = 30.0
+LOCK_TIMEOUT = 900.0
+PACKAGE_DAYS = 30
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x08000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
+IP_FREEBIND = 15
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+
+
+class LabError(Exception):
+    """Something the user can act on."""
+
+
+# --- Linux --------------------------------------------------------------------------------------------------------
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def setns(descriptor: int, flags: int) -> None:
+    _check(_libc.setns(descriptor, flags), "setns")
+
+
+def mount(kind: str, target: str, flags: int = 0, options: str = "") -> None:
+    _check(
+        _libc.mount(kind.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()),
+        f"mount {kind} on {target}",
+    )
+
+
+def unmount(target: str) -> None:
+    _check(_libc.umount2(target.encode(), 0), f"unmount {target}")
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot: with the pid and the boot id it names one process for good."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return parse_start(stat)
+
+
+def parse_start(stat: str) -> int | None:
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def write_atomic(path: Path, text: str, mode: int = 0o644) -> bool:
+    """Write a file unless it holds that text already; never leave half a file behind."""
+    with contextlib.suppress(OSError):
+        if path.read_text() == text:
+            return False
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.chmod(mode)
+    temporary.replace(path)
+    return True
+
+
+# --- settings and state -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What DIR/lab.json declares."""
+
+    directory: Path
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.settings["name"])
+
+    @property
+    def cache(self) -> Path:
+        return Path(self.settings["cache"])
+
+    @property
+    def storage(self) -> Path:
+        return self.cache / "podman" / self.name
+
+    @property
+    def digest(self) -> str:
+        """Of everything the running doors depend on."""
+        parts = {key: self.settings[key] for key in ("networks", "nodes", "proxy")}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def node(self, name: str) -> dict[str, Any]:
+        for node in self.settings["nodes"]:
+            if node["name"] == name:
+                return cast(dict[str, Any], node)
+        known = ", ".join(node["name"] for node in self.settings["nodes"])
+        raise LabError(f"no node {name!r} in lab {self.name!r}; its nodes: {known}")
+
+    def container(self, node: str) -> str:
+        return f"{self.settings['prefix']}{self.node(node)['name']}"
+
+
+def load(directory: Path) -> Lab:
+    try:
+        settings = json.loads((directory / "lab.json").read_text())
+    except FileNotFoundError:
+        raise LabError(
+            f"no lab is declared in {directory}: run the playbook lab_up, or name its folder (--dir or LAB_DIR)"
+        ) from None
+    return Lab(directory, settings)
+
+
+def run_directory(name: str) -> Path:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,30}", name):
+        raise LabError(f"lab name {name!r}: use 1 to 31 lower-case letters, digits and dashes")
+    return RUN / name
+
+
+def read_state(name: str) -> dict[str, Any] | None:
+    """The holder's own words, whether it still lives or not."""
+    try:
+        state = json.loads((run_directory(name) / "holder.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def holder(name: str) -> dict[str, Any] | None:
+    """The state of the living holder, or None. A recycled pid and a reboot are both recognised."""
+    state = read_state(name)
+    if state and state["boot_id"] == boot_id() and process_start(state["pid"]) == state["start"]:
+        return state
+    return None
+
+
+def require_holder(name: str) -> dict[str, Any]:
+    state = holder(name)
+    if state is None:
+        raise LabError(f"lab {name!r} is not up: run the playbook lab_up")
+    return state
+
+
+@contextlib.contextmanager
+def locked(path: Path, timeout: float = LOCK_TIMEOUT) -> Iterator[int]:
+    """Hold a lock file; the kernel drops the lock with its last holder, so a killed run blocks nobody."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + timeout
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held the lock before may have removed the file: then this lock guards nothing.
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
+        if time.monotonic() > end:
+            raise LabError(f"another run has held {path} for {timeout:.0f} s")
+        time.sleep(0.05)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# --- the doors: proxy and gate ------------------------------------------------------------------------------------
+
+
+def source_hosts(text: str) -> set[str]:
+    """Hosts named in an apt source file, of either format."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    urls = re.findall(r"https?://[^\s\]]+", "\n".join(lines))
+    return {host for url in urls if (host := urlsplit(url).hostname)}
+
+
+def url_hosts(values: Sequence[str]) -> set[str]:
+    return {host for value in values for word in value.split() if (host := urlsplit(word).hostname)}
+
+
+def allowed_hosts(lab: Lab) -> set[str]:
+    hosts = {"pypi.org", "files.pythonhosted.org", *lab.settings["proxy"]["hosts"]}
+    apt = Path("/etc/apt")
+    for path in (apt / "sources.list", *apt.glob("sources.list.d/*.list"), *apt.glob("sources.list.d/*.sources")):
+        with contextlib.suppress(OSError):
+            hosts |= source_hosts(path.read_text())
+    image = lab.settings["image"]
+    return hosts | url_hosts([image["mirror"], image["security_mirror"], *lab.settings["proxy"]["indexes"]])
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    """Copy one direction; hand the end of it on, so that half-closed connections work."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+def relay(left: socket.socket, right: socket.socket) -> None:
+    back = threading.Thread(target=pump, args=(right, left), daemon=True)
+    back.start()
+    pump(left, right)
+    back.join()
+
+
+def notice_dead_peer(connection: socket.socket) -> None:
+    """A node that went away without a word must not leave a client waiting."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, listener: socket.socket, hosts: set[str], cache: Path) -> None:
+        super().__init__(listener.getsockname(), ProxyRequest, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.hosts = hosts
+        self.cache = cache
+        self.files: dict[Path, threading.Lock] = {}
+        self.files_guard = threading.Lock()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        print(f"proxy {client_address[0]}: {sys.exc_info()[1]!r}", file=sys.stderr)
+
+
+class ProxyRequest(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 120
+
+    @property
+    def proxy(self) -> Proxy:
+        return cast(Proxy, self.server)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        print(f"proxy {self.client_address[0]} {format % args}", file=sys.stderr)
+
+    def refuse(self, code: int, why: str) -> None:
+        self.send_response(code, why)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if url.scheme != "http" or url.hostname not in self.proxy.hosts:
+            return self.refuse(403, f"{url.hostname} is not on the lab's list (lab_proxy_hosts)")
+        if not (url.path.endswith((".deb", ".udeb")) or "/by-hash/" in url.path):
+            return self.fetch(None)
+        path = self.proxy.cache / hashlib.sha256(self.path.encode()).hexdigest()
+        with self.proxy.files_guard:
+            lock = self.proxy.files.setdefault(path, threading.Lock())
+        # One fetch serves all nodes. A client that waited too long fetches for itself: apt gives up after 30 s.
+        mine = lock.acquire(timeout=15)
+        try:
+            if path.exists():
+                os.utime(path)
+                return self.send_file(path)
+            return self.fetch(path if mine else None)
+        finally:
+            if mine:
+                lock.release()
+
+    def send_file(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.send_response(200)
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self.end_headers()
+            shutil.copyfileobj(file, self.wfile, 1 << 20)
+
+    def fetch(self, keep: Path | None) -> None:
+        """Stream an answer through, and keep a copy where asked to: of a whole answer only."""
+        wanted = ("if-modified-since", "if-none-match", "user-agent", "accept")
+        headers = {key: value for key, value in self.headers.items() if key.lower() in wanted}
+        try:
+            answer = urllib.request.urlopen(urllib.request.Request(self.path, headers=headers), timeout=30)  # noqa: S310
+        except urllib.error.HTTPError as problem:
+            return self.refuse(problem.code, problem.reason)
+        except (OSError, http.client.HTTPException) as problem:
+            return self.refuse(502, str(problem).splitlines()[0])
+        with answer, contextlib.ExitStack() as stack:
+            length = answer.headers["Content-Length"]
+            self.send_response(200)
+            for name in ("Content-Length", "Content-Type", "Last-Modified", "ETag"):
+                if value := answer.headers[name]:
+                    self.send_header(name, value)
+            if length is None:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            copy = None
+            if keep and length:
+                copy = stack.enter_context(tempfile.NamedTemporaryFile(dir=keep.parent, delete=False))
+                stack.callback(Path(copy.name).unlink, missing_ok=True)
+            done = 0
+            while data := answer.read(1 << 16):
+                done += len(data)
+                self.wfile.write(data)
+                if copy:
+                    copy.write(data)
+            if length and done != int(length):
+                self.close_connection = True
+            elif keep and copy:
+                copy.flush()
+                Path(copy.name).replace(keep)
+
+    def do_CONNECT(self) -> None:
+        host, _, port = self.path.rpartition(":")
+        if host not in self.proxy.hosts or port != "443":
+            return self.refuse(403, f"{host}:{port} is not on the lab's list (lab_proxy_hosts)")
+        try:
+            upstream = socket.create_connection((host, 443), 30)
+        except OSError as problem:
+            return self.refuse(502, str(problem))
+        with upstream:
+            upstream.settimeout(None)
+            self.connection.settimeout(None)
+            self.send_response(200)
+            self.end_headers()
+            self.close_connection = True
+            relay(self.connection, upstream)
+
+
+@dataclass(frozen=True)
+class Forward:
+    listen: tuple[str, int]
+    target: tuple[str, int]
+
+
+def forwards(settings: dict[str, Any]) -> list[Forward]:
+    """The gate's ports: where each listens on the machine, and the node's port behind it."""
+    found = []
+    for node in settings["nodes"]:
+        for forward in node["forwards"]:
+            host, _, port = str(forward["listen"]).rpartition(":")
+            if not ipaddress.ip_address(host).is_loopback:
+                raise LabError(f"forward {forward['listen']} of {node['name']}: only loopback addresses are served")
+            network = forward.get("network") or next(iter(node["addresses"]))
+            target = (str(node["addresses"][network]), int(forward["port"]))
+            found.append(Forward((host, int(port)), target))
+    return found
+
+
+def through_gate(client: socket.socket, target: tuple[str, int], inside: int) -> None:
+    with client:
+        try:
+            setns(inside, CLONE_NEWNET)  # of this thread alone
+            node = socket.create_connection(target, 5)
+        except OSError:
+            # As a closed port would: a reset, not a polite end.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return
+        with node:
+            node.settimeout(None)
+            notice_dead_peer(node)
+            relay(client, node)
+
+
+def serve_gate(listeners: dict[socket.socket, tuple[str, int]], inside: int) -> NoReturn:
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                listener = cast(socket.socket, key.fileobj)
+                with contextlib.suppress(OSError):
+                    client, _ = listener.accept()
+                    arguments = (client, listeners[listener], inside)
+                    threading.Thread(target=through_gate, args=arguments, daemon=True).start()
+
+
+def listen(address: tuple[str, int]) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)  # a gateway's address comes and goes with its bridge
+    try:
+        listener.bind(address)
+    except OSError as problem:
+        raise LabError(f"cannot listen on {address[0]}:{address[1]}: {problem.strerror}") from None
+    listener.listen(128)
+    return listener
+
+
+def prune_packages(cache: Path) -> None:
+    oldest = time.time() - PACKAGE_DAYS * 86400
+    for path in cache.iterdir():
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+
+
+def serve(lab: Lab, outside: int, inside: int, starting: Sequence[int]) -> NoReturn:
+    """The two doors; runs in the machine's mount and network namespaces, the sockets inside excepted."""
+    gate = {listen(forward.listen): forward.target for forward in forwards(lab.settings)}
+    setns(inside, CLONE_NEWNET)
+    addresses = ["127.0.0.1", *(network["gateway"] for network in lab.settings["networks"])]
+    inner = [listen((address, lab.settings["proxy"]["port"])) for address in addresses]
+    setns(outside, CLONE_NEWNET)
+    packages = lab.cache / "apt"
+    packages.mkdir(parents=True, exist_ok=True)
+    prune_packages(packages)
+    hosts = allowed_hosts(lab)
+    write_state(lab, None)
+    for descriptor in starting:
+        os.close(descriptor)
+    for listener in inner:
+        threading.Thread(target=Proxy(listener, hosts, packages).serve_forever, daemon=True).start()
+    serve_gate(gate, inside)
+
+
+def write_state(lab: Lab, error: str | None) -> None:
+    status = Path("/proc/self/status").read_text()
+    pid = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
+    state = {
+        "name": lab.name,
+        "dir": str(lab.directory),
+        "cache": str(lab.cache),
+        "pid": pid,
+        "start": process_start(pid),
+        "boot_id": boot_id(),
+        "digest": lab.digest,
+        "written": time.monotonic_ns(),
+        "error": error,
+    }
+    write_atomic(run_directory(lab.name) / "holder.json", json.dumps(state, indent=1) + "\n")
+
+
+# --- the holder ---------------------------------------------------------------------------------------------------
+
+
+def cgroup_name(name: str) -> str:
+    return f"ironrack-{name}"
+
+
+def enter_cgroup(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "cgroup.procs").write_text("0")
+
+
+def build_walls(name: str) -> None:
+    """Become the first process of the lab's own small machine."""
+    unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC)
+    mount("none", "/", MS_REC | MS_PRIVATE)
+    resolver = Path("/etc/resolv.conf").resolve()
+    names = resolver.read_text() if resolver.is_file() else ""
+    hardened = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    mount("sysfs", "/sys", hardened)
+    mount("cgroup2", str(CGROUP), hardened)
+    # The cgroup namespace begins at the lab's own group; its processes live one level below, as cgroup2 demands.
+    enter_cgroup(CGROUP / cgroup_name(name))
+    unshare(CLONE_NEWCGROUP)
+    enter_cgroup(CGROUP / cgroup_name(name) / "holder")
+    unmount(str(CGROUP))
+    mount("cgroup2", str(CGROUP), hardened)
+    mount("proc", "/proc", hardened)
+    mount("tmpfs", "/run", MS_NOSUID | MS_NODEV, "mode=755")
+    mount("tmpfs", "/dev/shm", MS_NOSUID | MS_NODEV, "mode=1777")  # noqa: S108
+    if resolver.is_relative_to("/run"):
+        resolver.parent.mkdir(parents=True, exist_ok=True)
+        resolver.write_text(names)
+    with socket.socket() as control:
+        request = struct.pack("16sh14x", b"lo", 0)
+        flags = struct.unpack("16sh14x", fcntl.ioctl(control, SIOCGIFFLAGS, request))[1]
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | IFF_UP))
+
+
+def start_doors(directory: Path, machine: dict[str, int], inside: int, starting: Sequence[int] = ()) -> int:
+    """Fork the process that serves both doors; it closes the descriptors `starting` once it is ready."""
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    setns(machine["mnt"], CLONE_NEWNS)
+    setns(machine["net"], CLONE_NEWNET)
+    lab = load(directory)
+    try:
+        serve(lab, machine["net"], inside, starting)
+    except Exception as problem:
+        print(f"doors: {problem!r}", file=sys.stderr)
+        write_state(lab, str(problem))
+    finally:
+        os._exit(3)
+
+
+def hold(lab: Lab, starting: Sequence[int]) -> NoReturn:
+    """The holder's life: keep the namespaces, bury the dead, keep the doors open."""
+    machine = {kind: os.open(f"/proc/self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in ("mnt", "net")}
+    build_walls(lab.name)
+    inside = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    # Blocked, so that none is lost: the first process of a namespace has no default actions.
+    signals = {signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    doors = start_doors(lab.directory, machine, inside, starting)
+    for descriptor in starting:
+        os.close(descriptor)
+    while True:
+        received = signal.sigwait(signals)
+        if received == signal.SIGTERM:
+            os._exit(0)
+        elif received == signal.SIGHUP:
+            if doors:
+                os.kill(doors, signal.SIGKILL)
+                os.waitpid(doors, 0)
+            doors = start_doors(lab.directory, machine, inside)
+        else:
+            for pid, code in reap():
+                # Code 3 is a fault in the settings, which only a new lab_up can mend.
+                if pid == doors and code == 3:
+                    doors = 0
+                elif pid == doors:
+                    time.sleep(1)
+                    doors = start_doors(lab.directory, machine, inside)
+
+
+def reap() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, os.waitstatus_to_exitcode(status)
+
+
+def become_holder(lab: Lab, lock: int) -> None:
+    """Fork the holder off, free of everything that belongs to the run that started it, and wait until it stands.
+
+    The holder inherits the lock until then: should this run be killed, the next one waits for the holder too.
+    """
+    watch, report = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(report)
+        os.waitpid(pid, 0)
+        with selectors.DefaultSelector() as selector:  # readable at its end: the holder stands, or is gone
+            selector.register(watch, selectors.EVENT_READ)
+            selector.select(START_TIMEOUT)
+        os.close(watch)
+        return
+    try:
+        os.setsid()
+        os.chdir("/")
+        os.umask(0o022)
+        log = os.open(lab.directory / "lab.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        starting = (lock, report)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+            if descriptor > 2 and descriptor not in starting:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        unshare(CLONE_NEWPID)
+        if os.fork() == 0:
+            hold(lab, starting)
+    except BaseException as problem:
+        print(f"holder: {problem!r}", file=sys.stderr)
+    finally:
+        os._exit(0)
+
+
+def engine_configuration(lab: Lab, limits: dict[str, int]) -> dict[str, str]:
+    """podman's two files: nothing shared with the user's own podman, nothing asked that this machine cannot give."""
+    storage = lab.storage
+    return {
+        "containers.conf": f"""\
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+[containers]
+log_driver = "k8s-file"
+pids_limit = 0
+default_ulimits = [{", ".join(f'"{name}={value}:{value}"' for name, value in limits.items())}]
+[network]
+network_backend = "netavark"
+network_config_dir = "{storage}/networks"
+""",
+        "storage.conf": f"""\
+[storage]
+driver = "{lab.settings["storage_driver"]}"
+graphroot = "{storage}/storage"
+runroot = "/run/containers/storage"
+""",
+    }
+
+
+def usual_limits() -> dict[str, int]:
+    """What a server usually allows, or less where this machine's hard limit is lower and may not be raised."""
+    usual = {"nofile": (resource.RLIMIT_NOFILE, 1048576), "nproc": (resource.RLIMIT_NPROC, 32768)}
+    found = {}
+    for name, (kind, value) in usual.items():
+        hard = resource.getrlimit(kind)[1]
+        found[name] = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    return found
+
+
+def sweep(name: str) -> None:
+    """Kill what is left in the lab's control group and remove the group. Runs in a child with mounts of its own."""
+    pid = os.fork()
+    if pid:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status:
+            raise LabError(f"could not clear control group {cgroup_name(name)}")
+        return
+    code = 1
+    try:
+        unshare(CLONE_NEWNS)
+        mount("none", "/", MS_REC | MS_PRIVATE)
+        mount("cgroup2", str(CGROUP), MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        code = 0 if clear_group(CGROUP / cgroup_name(name)) else 1
+    except BaseException as problem:
+        print(f"sweep: {problem!r}", file=sys.stderr)
+    finally:
+        os._exit(code)
+
+
+def clear_group(group: Path, timeout: float = 15.0) -> bool:
+    end = time.monotonic() + timeout
+    while group.exists():
+        folders = [group, *(path for path in group.rglob("*") if path.is_dir())]
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+        for folder in reversed(folders):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        if group.exists():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+    return True
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def emit(**values: Any) -> int:
+    print(json.dumps(values, sort_keys=True))
+    return 0
+
+
+def command_up(lab: Lab) -> int:
+    run = run_directory(lab.name)
+    written = 0
+    with locked(run / "lock") as lock:
+        changed = False
+        for name, text in engine_configuration(lab, usual_limits()).items():
+            changed |= write_atomic(lab.directory / name, text)
+        for folder in (lab.storage / "networks", lab.cache / "rootfs", lab.cache / "node"):
+            folder.mkdir(parents=True, exist_ok=True)
+        state = holder(lab.name)
+        if state:
+            if (state["dir"], state["cache"]) != (str(lab.directory), str(lab.cache)):
+                raise LabError(
+                    f"lab {lab.name!r} is already up from {state['dir']} with cache {state['cache']}: "
+                    f"take that one down first, or give this one another name (LAB_NAME)"
+                )
+            if state["digest"] == lab.digest and not state["error"]:
+                return emit(changed=changed, pid=state["pid"])
+            written = state["written"]
+            os.kill(state["pid"], signal.SIGHUP)
+        else:
+            sweep(lab.name)
+            (run / "holder.json").unlink(missing_ok=True)
+            become_holder(lab, lock)
+        state = wait_ready(lab, written)
+    return emit(changed=True, pid=state["pid"])
+
+
+def wait_ready(lab: Lab, written: int) -> dict[str, Any]:
+    """The state of a holder that stands, or learns of new settings."""
+    end = time.monotonic() + START_TIMEOUT
+    while True:
+        state = holder(lab.name)
+        if state and state["written"] != written:
+            break
+        if state is None or time.monotonic() > end:
+            log = (lab.directory / "lab.log").read_text().splitlines()[-5:]
+            raise LabError(f"lab {lab.name!r} does not start; its log ends: " + " | ".join(log))
+        time.sleep(0.02)
+    if state["error"]:
+        raise LabError(f"lab {lab.name!r}: {state['error']}")
+    return state
+
+
+def command_down(name: str, directory: Path) -> int:
+    run = run_directory(name)
+    if not run.exists():
+        sweep(name)
+        return emit(changed=False)
+    with locked(run / "lock"):
+        state = holder(name)
+        if state and Path(state["dir"]) != directory:
+            raise LabError(f"lab {name!r} belongs to {state['dir']}: take it down from there")
+        if state:
+            kill(state)
+        sweep(name)
+        old = read_state(name)
+        if old and not state:
+            # It died by itself: what its nodes left behind is no state to start the next lab from.
+            shutil.rmtree(Path(old["cache"]) / "podman" / name, ignore_errors=True)
+        shutil.rmtree(run)
+    with contextlib.suppress(OSError):
+        RUN.rmdir()
+    return emit(changed=True)
+
+
+def kill(state: dict[str, Any]) -> None:
+    """Kill the holder, and with it every process of the lab; never a stranger that got its number."""
+    try:
+        descriptor = os.pidfd_open(state["pid"])
+    except ProcessLookupError:
+        return
+    with os.fdopen(descriptor, closefd=True) as process, selectors.DefaultSelector() as selector:
+        if process_start(state["pid"]) != state["start"]:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
+        selector.register(process.fileno(), selectors.EVENT_READ)
+        if not selector.select(15):
+            raise LabError(f"the holder (pid {state['pid']}) does not end")
+
+
+def enter(lab: Lab, outside: bool) -> None:
+    """Step into the running lab; with `outside`, keep the machine's network (to pull images)."""
+    pid = require_holder(lab.name)["pid"]
+    kinds = {
+        "mnt": CLONE_NEWNS,
+        "cgroup": CLONE_NEWCGROUP,
+        "ipc": CLONE_NEWIPC,
+        "net": CLONE_NEWNET,
+        "pid": CLONE_NEWPID,
+    }
+    if outside:
+        del kinds["net"]
+    here = Path.cwd()
+    spaces = {kind: os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds}
+    require_holder(lab.name)  # still the same process: the descriptors are the lab's
+    for kind, descriptor in spaces.items():
+        if kind == "cgroup":  # join the lab's group while the machine's tree is still ours to see
+            enter_cgroup(CGROUP / "holder")
+        setns(descriptor, kinds[kind])
+    with contextlib.suppress(OSError):
+        os.chdir(here)
+
+
+def command_exec(lab: Lab, command: Sequence[str], outside: bool) -> int:
+    if not command:
+        raise LabError("exec: which command?")
+    enter(lab, outside)
+    environment = os.environ | {
+        "CONTAINERS_CONF": str(lab.directory / "containers.conf"),
+        "CONTAINERS_STORAGE_CONF": str(lab.directory / "storage.conf"),
+    }
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.execvpe(command[0], list(command), environment)  # noqa: S606
+        except OSError as problem:
+            print(f"lab: {command[0]}: {problem.strerror}", file=sys.stderr)
+            os._exit(127 if problem.errno == errno.ENOENT else 126)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, _: os.kill(pid, received))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def inside(lab: Lab, *command: str, outside: bool = False, check: bool = True, **options: Any) -> str:
+    """Run a command in the lab and return what it printed."""
+    itself = [sys.executable, __file__, "--dir", str(lab.directory), "exec", *(["--outside"] if outside else []), "--"]
+    options.setdefault("stdin", subprocess.DEVNULL)
+    done = subprocess.run([*itself, *command], capture_output=True, text=True, check=False, **options)
+    if check and done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise LabError(f"{' '.join(command[:4])} failed with code {done.returncode}:\n{tail}")
+    return str(done.stdout)
+
+
+def command_status(name: str, directory: Path) -> int:
+    state = holder(name) or {}
+    return emit(
+        name=name,
+        running=bool(state),
+        pid=state.get("pid"),
+        dir=state.get("dir", str(directory)),
+        error=state.get("error"),
+    )
+
+
+# --- images -------------------------------------------------------------------------------------------------------
+
+
+def certificates(text: str) -> list[str]:
+    return re.findall(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", text, re.DOTALL)
+
+
+def site_certificates() -> list[str]:
+    """Authorities this machine trusts beyond the public ones: without them no node could fetch anything by https."""
+    if not CA_BUNDLE.exists():
+        return []
+    public = {
+        "".join(certificate.split())
+        for path in CA_PUBLIC.rglob("*.crt")
+        for certificate in certificates(path.read_text(errors="replace"))
+    }
+    bundle = certificates(CA_BUNDLE.read_text(errors="replace"))
+    return [certificate for certificate in bundle if "".join(certificate.split()) not in public] if public else []
+
+
+def image_context(target: Path) -> None:
+    """What goes into an image besides packages."""
+    for path in sorted((Path(__file__).resolve().parent / "node").iterdir()):
+        shutil.copy(path, target / path.name)
+    (target / "ca").mkdir()
+    for certificate in site_certificates():
+        name = hashlib.sha256(certificate.encode()).hexdigest()[:16]
+        (target / "ca" / f"site-{name}.crt").write_text(certificate + "\n")
+
+
+def image_key(context: Path, recipe: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
+    for path in sorted(path for path in context.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(context)}\0{path.stat().st_mode & 0o111}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def bootstrap_command(lab: Lab, suite: str, context: Path) -> list[str]:
+    image = lab.settings["image"]
+    proxy = f"http://127.0.0.1:{lab.settings['proxy']['port']}"
+    drop = [f"--dpkgopt=path-exclude=/usr/share/{kind}/*" for kind in ("man", "locale", "doc")]
+    return [
+        "mmdebstrap",
+        "--quiet",
+        "--variant=minbase",
+        "--mode=root",
+        f"--include={','.join(image['packages'])}",
+        "--dpkgopt=force-unsafe-io",
+        *drop,
+        "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+        f'--aptopt=Acquire::http::Proxy "{proxy}"',
+        f'--customize-hook=cp -r {context} "$1"/opt/node',
+        '--customize-hook=chroot "$1" sh /opt/node/node-setup',
+        '--customize-hook=rm -rf "$1"/opt/node "$1"/etc/apt/apt.conf.d/99mmdebstrap',
+        suite,
+        "-",
+        f"deb {image['mirror']} {suite} main",
+        f"deb {image['mirror']} {suite}-updates main",
+        f"deb {image['security_mirror']} {suite}-security main",
+    ]
+
+
+def bootstrap(lab: Lab, suite: str, context: Path, archive: Path) -> None:
+    """Build a root filesystem; inside the lab, so that a killed build leaves neither mounts nor files."""
+    part = archive.with_name(f".{archive.name}.part")
+    script = 'set -eu; export TMPDIR=/dev/shm; out=$1; shift; "$@" | zstd -q -3 -T0 -f -o "$out"'
+    inside(lab, "bash", "-o", "pipefail", "-c", script, "bash", str(part), *bootstrap_command(lab, suite, context))
+    part.replace(archive)
+
+
+def week() -> str:
+    return time.strftime("%GW%V", time.gmtime())
+
+
+def ensure_image(lab: Lab, suite: str, context: Path, busy: bool) -> tuple[str, bool]:
+    """The image of a suite, from this lab's storage, from the cache, or built: (name, changed)."""
+    image = lab.settings["image"]
+    base = str(image["base"]).replace("{suite}", suite)
+    recipe = {**image, "base": base, "suite": suite, "command": bootstrap_command(lab, suite, Path("context"))}
+    key = image_key(context, recipe)
+    name = f"{IMAGE}:{suite}-{key}"
+    engine = lab.settings["engine"]
+    closed = lab.settings["isolation"] == "closed"
+    query = ("image", "inspect", "-f", '{{index .Config.Labels "ironrack.week"}}', name)
+    label = run_engine(lab, engine, *query, check=False)
+    # A new week means fresh packages, but never under nodes that exist.
+    if label.strip() and (busy or label.strip() == week()):
+        return name, False
+    rootfs = lab.cache / "rootfs"
+    with locked(rootfs / f".{suite}.lock"):
+        if base:
+            arguments = ["--build-arg", f"BASE={base}", "--build-arg", f"PACKAGES={' '.join(image['packages'])}"]
+            arguments += ["--label", f"ironrack.week={week()}", "--network", "host", "-t", name, str(context)]
+            run_engine(lab, engine, "build", *arguments, outside=closed)
+            return name, True
+        archive = rootfs / f"{suite}-{key}-{week()}.tar.zst"
+        if not archive.exists():
+            bootstrap(lab, suite, context, archive)
+            for old in rootfs.glob(f"{suite}-*.tar.zst"):
+                if old != archive and old.stat().st_mtime < time.time() - 14 * 86400:
+                    old.unlink()
+        changes = ['CMD ["/sbin/node-init"]', "STOPSIGNAL SIGRTMIN+3", f"LABEL ironrack.week={week()}"]
+        flags = [word for change in changes for word in ("--change", change)]
+        script = 'set -eu; archive=$1; shift; zstd -dcq "$archive" | "$@"'
+        command = ["bash", "-o", "pipefail", "-c", script, "bash", str(archive), engine, "import", *flags, "-", name]
+        if closed:
+            inside(lab, *command)
+        else:
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    return name, True
+
+
+def run_engine(lab: Lab, *command: str, outside: bool = False, check: bool = True) -> str:
+    if lab.settings["isolation"] == "closed":
+        return inside(lab, *command, outside=outside, check=check)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if check and done.returncode:
+        raise LabError(f"{' '.join(command[:3])} failed:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def command_images(lab: Lab) -> int:
+    engine = lab.settings["engine"]
+    found: dict[str, str] = {}
+    changed = False
+    busy = bool(run_engine(lab, engine, "ps", "-aq", "--filter", f"label=ironrack.lab={lab.name}").strip())
+    with tempfile.TemporaryDirectory(prefix="ironrack-") as folder:
+        context = Path(folder) / "node"
+        context.mkdir()
+        image_context(context)
+        for suite in sorted({node["suite"] for node in lab.settings["nodes"]}):
+            found[suite], made = ensure_image(lab, suite, context, busy)
+            changed |= made
+    if changed and not busy:
+        wanted = set(found.values())
+        listed = run_engine(lab, engine, "images", "--format", "{{.Repository}}:{{.Tag}}", check=False).split()
+        if old := [name for name in listed if name.startswith(f"{IMAGE}:") and name not in wanted]:
+            run_engine(lab, engine, "rmi", *old, check=False)
+    return emit(changed=changed, images=found)
+
+
+# --- the machine --------------------------------------------------------------------------------------------------
+
+
+def pip_setting(name: str) -> list[str]:
+    """A pip setting of this machine, from its environment or its configuration files."""
+    value = os.environ.get(f"PIP_{name.replace('-', '_').upper()}", "")
+    for command in ([sys.executable, "-m", "pip"], ["pip3"]):
+        if value:
+            break
+        with contextlib.suppress(OSError):
+            arguments = [*command, "config", "get", f"global.{name}"]
+            value = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
+    return value.split()
+
+
+def command_facts() -> int:
+    """What the role wants to know of this machine: local wheel folders and configured indexes."""
+    folders = [word.removeprefix("file://") for word in pip_setting("find-links")]
+    names = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL")
+    indexes = [word for name in names for word in os.environ.get(name, "").split()]
+    for name in ("index-url", "extra-index-url"):
+        indexes += pip_setting(name)
+    return emit(
+        wheels=[folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()],
+        indexes=[index for index in dict.fromkeys(indexes) if index.startswith(("http://", "https://"))],
+    )
+
+
+def command_packages(wanted: Sequence[str]) -> int:
+    """Install the missing ones of some Debian packages. A third-party source that fails is no reason to stop."""
+    query = ["dpkg-query", "-W", "-f", "${db:Status-Abbrev} ${Package}\n", *wanted]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    present = {line.split()[-1] for line in listed if line.startswith("ii ")}
+    missing = [name for name in wanted if name not in present]
+    if not missing:
+        return emit(changed=False, installed=[])
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1"}
+    wait = ["-o", "DPkg::Lock::Timeout=600"]
+    install = ["apt-get", *wait, "install", "-y", "-q", "--no-install-recommends", *missing]
+    # Mend what a killed run left, refresh the lists, and try once more: only when the first attempt fails.
+    steps = [install, ["dpkg", "--configure", "-a"], ["apt-get", *wait, "update", "-q"], install]
+    for number, step in enumerate(steps):
+        done = subprocess.run(
+            step, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        )
+        if step is install and done.returncode == 0:
+            return emit(changed=True, installed=missing)
+        if number == len(steps) - 1:
+            raise LabError(f"cannot install {' '.join(missing)}:\n{(done.stdout + done.stderr).strip()[-1500:]}")
+    return 1
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+def addresses_of(lab: Lab, words: str, network: str | None) -> list[str]:
+    """Addresses of a comma-separated list of nodes, on one network or on all."""
+    found = []
+    for name in words.split(","):
+        node = lab.node(name)
+        if network and network not in node["addresses"]:
+            raise LabError(f"node {name!r} has no address on network {network!r}")
+        found += [address for key, address in node["addresses"].items() if network in (None, key)]
+    return found
+
+
+def partition_rules(left: Sequence[str], right: Sequence[str]) -> str:
+    """nftables text that drops everything between two sides, both ways."""
+    sides = "{ " + ", ".join(left) + " }", "{ " + ", ".join(right) + " }"
+    lines = [f"table bridge {NFT_TABLE} {{ chain cut {{ type filter hook forward priority 0; }} }}"]
+    for source, target in (sides, sides[::-1]):
+        lines.append(f"add rule bridge {NFT_TABLE} cut ip saddr {source} ip daddr {target} drop")
+        lines.append(f"add rule bridge {NFT_TABLE} cut arp saddr ip {source} arp daddr ip {target} drop")
+    return "\n".join(lines) + "\n"
+
+
+def need_closed(lab: Lab) -> None:
+    if lab.settings["isolation"] != "closed":
+        raise LabError("only a closed lab can cut its network (lab_isolation: closed)")
+
+
+def command_partition(lab: Lab, left: str, right: str, network: str | None) -> int:
+    need_closed(lab)
+    rules = partition_rules(addresses_of(lab, left, network), addresses_of(lab, right, network))
+    inside(lab, "nft", "-f", "-", stdin=None, input=rules)
+    return emit(changed=True)
+
+
+def command_heal(lab: Lab) -> int:
+    need_closed(lab)
+    present = f"table bridge {NFT_TABLE}" in inside(lab, "nft", "list", "tables")
+    if present:
+        inside(lab, "nft", "delete", "table", "bridge", NFT_TABLE)
+    return emit(changed=present)
+
+
+def command_delay(lab: Lab, name: str, milliseconds: int, network: str | None) -> int:
+    """Delay what a node sends; 0 ends it."""
+    node = lab.node(name)
+    interfaces = {network["name"]: network["interface"] for network in lab.settings["networks"]}
+    if network and network not in node["addresses"]:
+        raise LabError(f"node {name!r} has no address on network {network!r}")
+    for key in [network] if network else list(node["addresses"]):
+        action = ["replace"] if milliseconds else ["del"]
+        what = ["netem", "delay", f"{milliseconds}ms"] if milliseconds else []
+        command = ["tc", "qdisc", *action, "dev", interfaces[key], "root", *what]
+        try:
+            run_engine(lab, lab.settings["engine"], "exec", lab.container(name), *command, check=bool(milliseconds))
+        except LabError as problem:
+            if "qdisc kind is unknown" in str(problem) or "No such file or directory" in str(problem):
+                raise LabError("this machine's kernel has no netem (module sch_netem): no delay here") from None
+            raise
+    return emit(changed=True)
+
+
+# --- command line -------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lab.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path(os.environ.get("LAB_DIR") or ".lab"), help="the lab's folder")
+    parser.add_argument("--name", help="the lab's name (default: as declared in DIR/lab.json)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("up", help="start the holder, or bring its doors up to date")
+    commands.add_parser("down", help="end the lab and remove its traces outside the cache")
+    commands.add_parser("status", help="print what is running, as JSON")
+    commands.add_parser("images", help="make the images that the nodes boot from")
+    commands.add_parser("facts", help="print what the role wants to know of this machine")
+    packages = commands.add_parser("packages", help="install missing packages on this machine")
+    packages.add_argument("packages", nargs="+")
+    execute = commands.add_parser("exec", help="run a command in the lab, for instance: exec podman ps")
+    execute.add_argument("--outside", action="store_true", help="with the machine's own network")
+    execute.add_argument("argv", nargs=argparse.REMAINDER)
+    cut = commands.add_parser("partition", help="drop everything between nodes (each side: NODE[,NODE...])")
+    cut.add_argument("left")
+    cut.add_argument("right")
+    commands.add_parser("heal", help="end all partitions")
+    delay = commands.add_parser("delay", help="delay what a node sends (0: no longer)")
+    delay.add_argument("node")
+    delay.add_argument("milliseconds", type=int)
+    for fault in (cut, delay):
+        fault.add_argument("--network", help="on this network only")
+    options = parser.parse_args(arguments)
+    options.dir = options.dir.absolute()
+    if options.command == "exec" and options.argv[:1] == ["--"]:
+        options.argv = options.argv[1:]
+    return options
+
+
+def declared_name(options: argparse.Namespace) -> str:
+    if options.name:
+        return str(options.name)
+    with contextlib.suppress(LabError):
+        return load(options.dir).name
+    return os.environ.get("LAB_NAME") or "lab"
+
+
+def dispatch(options: argparse.Namespace) -> int:
+    command = options.command
+    if command == "facts":
+        return command_facts()
+    if command == "packages":
+        return command_packages(options.packages)
+    if command == "status":
+        return command_status(declared_name(options), options.dir)
+    if command == "down":
+        return command_down(declared_name(options), options.dir)
+    lab = load(options.dir)
+    if command == "up":
+        return command_up(lab)
+    if command == "exec":
+        return command_exec(lab, options.argv, options.outside)
+    if command == "images":
+        return command_images(lab)
+    if command == "partition":
+        return command_partition(lab, options.left, options.right, options.network)
+    if command == "heal":
+        return command_heal(lab)
+    return command_delay(lab, options.node, options.milliseconds, options.network)
+
+
+def main() -> int:
+    try:
+        return dispatch(parse(sys.argv[1:]))
+    except LabError as problem:
+        print(f"lab: {problem}", file=sys.stderr)
+    except PermissionError as problem:
+        print(f"lab: {problem}: this needs root", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
