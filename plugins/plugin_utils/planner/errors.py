@@ -4,7 +4,16 @@ from __future__ import annotations
 
 
 class PlannerError(ValueError):
-    """A request that can't be served; the message says why and what to change."""
+    """A request that can't be served.
+
+    The message is the problem and the remedy; `key` is the key of the request that it is about (`parallelism.tensor`).
+    """
+
+    def __init__(self, problem: str, remedy: str = "", key: str = "") -> None:
+        super().__init__(f"{problem} {remedy}".strip())
+        self.problem = problem
+        self.remedy = remedy
+        self.key = key
 
 
 class ModelConfigError(PlannerError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from . import estimate as memory
@@ -114,7 +115,7 @@ def plan_model(model: Model, nodes: list[Node], request: Request) -> dict[str, A
     candidate, figures, context = _choose(model, usable, request, reasons, warnings)
     layout = candidate.layout
     executor = _executor(candidate, request, reasons)
-    _describe(model, candidate, usable, request, reasons, warnings)
+    _describe(model, candidate, usable, request, reasons=reasons, warnings=warnings)
     if figures is not None and request.concurrency and figures["max_concurrency"] < request.concurrency:
         warnings.append(
             f"concurrency = {request.concurrency}, but at {context} tokens each only "
@@ -155,27 +156,33 @@ def plan_model(model: Model, nodes: list[Node], request: Request) -> dict[str, A
 def _request(values: Mapping[str, Any]) -> Request:
     unknown = sorted(set(values) - _REQUEST_KEYS)
     if unknown:
-        raise PlannerError(f"unknown request key {unknown[0]!r}; known: {', '.join(sorted(_REQUEST_KEYS))}")
+        raise PlannerError(
+            f"{unknown[0]!r} is no key of a request.", f"Use {', '.join(sorted(_REQUEST_KEYS))}.", str(unknown[0])
+        )
     version = str(values.get("vllm_version") or DEFAULT_VERSION)
     parallelism = values.get("parallelism") or {}
     if not isinstance(parallelism, Mapping):
-        raise PlannerError(f"parallelism = {parallelism!r} is not a dictionary")
+        raise _wrong("parallelism", parallelism, "a dictionary")
     for key in parallelism:
         if key not in ("tensor", "pipeline", "data", "expert"):
-            raise PlannerError(f"parallelism.{key} is not known; use tensor, pipeline, data or expert")
+            raise PlannerError(
+                f"parallelism.{key} is not known.", "Use tensor, pipeline, data or expert.", f"parallelism.{key}"
+            )
     data = _integer(parallelism.get("data"), "parallelism.data")
     if data not in (None, 1):
         raise PlannerError(
-            f"parallelism.data = {data}: this release runs one engine an instance; define one instance a replica"
+            f"parallelism.data = {data}: this release runs one engine an instance.",
+            "Leave it out, and define one instance a replica.",
+            "parallelism.data",
         )
     if values.get("disaggregation"):
-        raise PlannerError("disaggregation is not served by this release; leave it out")
+        raise PlannerError("disaggregation is not served by this release.", "Leave it out.", "disaggregation")
     args = values.get("args") or {}
     if not isinstance(args, Mapping):
-        raise PlannerError(f"args = {args!r} is not a dictionary")
+        raise _wrong("args", args, "a dictionary")
     speculative = values.get("speculative") or {}
     if not isinstance(speculative, Mapping):
-        raise PlannerError(f"speculative = {speculative!r} is not a dictionary")
+        raise _wrong("speculative", speculative, "a dictionary")
     context = values.get("context_length")
     request = Request(
         objective=_choice(values.get("objective"), "objective", OBJECTIVES),
@@ -195,7 +202,9 @@ def _request(values: Mapping[str, Any]) -> Request:
     seqs = _integer(request.flags.get("max_num_seqs"), "args max-num-seqs")
     if seqs is not None and request.concurrency is not None and seqs < request.concurrency:
         raise PlannerError(
-            f"args max-num-seqs = {seqs} is less than concurrency = {request.concurrency}; leave max-num-seqs out"
+            f"args max-num-seqs = {seqs} is less than concurrency = {request.concurrency}.",
+            "Leave max-num-seqs out of args.",
+            "concurrency",
         )
     return request
 
@@ -204,8 +213,13 @@ def _choice(value: Any, name: str, choices: Sequence[str]) -> str:
     if value is None:
         return choices[0]
     if value not in choices:
-        raise PlannerError(f"{name} = {value!r} is none of {', '.join(choices)}")
+        raise _wrong(name, value, f"one of {', '.join(choices)}")
     return str(value)
+
+
+def _wrong(key: str, value: Any, expected: str) -> PlannerError:
+    shown = repr(value)
+    return PlannerError(f"{key} = {shown if len(shown) < 100 else shown[:97] + '...'} is not {expected}.", key=key)
 
 
 def _integer(value: Any, name: str) -> int | None:
@@ -214,7 +228,7 @@ def _integer(value: Any, name: str) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,12}", value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
-        raise PlannerError(f"{name} = {value!r} is not a positive integer")
+        raise _wrong(name, value, "a positive integer")
     return value
 
 
@@ -223,7 +237,11 @@ def _partition(environment: Any) -> tuple[int, ...] | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", str(text)):
-        raise PlannerError(f"Invalid partition string: {text}. {_PARTITION} is a comma list of layer counts.")
+        raise PlannerError(
+            f"Invalid partition string: {text}.",
+            f"{_PARTITION} is a comma list of layer counts.",
+            f"environment.{_PARTITION}",
+        )
     return tuple(int(part) for part in str(text).split(","))
 
 
@@ -247,7 +265,7 @@ def _nodes(nodes: Sequence[Mapping[str, Any]]) -> list[Node]:
             gpus.append(Gpu(int(gpu.get("index", position)), str(gpu.get("name", "")), mib))
         parsed.append(Node(node["name"], tuple(gpus), str(node.get("inter_node", "tcp"))))
     parsed.sort(key=lambda node: natural_key(node.name))
-    for left, right in zip(parsed, parsed[1:], strict=False):
+    for left, right in pairwise(parsed):
         if left.name == right.name:
             raise PlannerError(f"node {left.name} is listed twice")
     return parsed
@@ -262,14 +280,16 @@ def _check_context(model: Model, request: Request) -> None:
     raise PlannerError(
         f"context_length = {asked} is longer than the model's {model.max_context} tokens. vLLM would say: "
         f"User-specified max_model_len ({asked}) is greater than the derived max_model_len ({model.max_context_key}="
-        f"{model.max_context}). Set context_length to {model.max_context} or less, or to auto."
+        f"{model.max_context}).",
+        f"Set context_length to {model.max_context} or less, or to auto.",
+        "context_length",
     )
 
 
 def _usable(nodes: list[Node], warnings: list[str]) -> list[Node]:
     empty = [node.name for node in nodes if not node.gpus]
     if len(empty) == len(nodes):
-        raise PlannerError(f"no GPUs on {', '.join(empty[:5])}; declare them in gpus")
+        raise PlannerError(f"No GPUs on {', '.join(empty[:5])}.", "Declare them in gpus.", "nodes")
     if empty:
         warnings.append(f"no GPUs on {', '.join(empty)}: left out")
     return [node for node in nodes if node.gpus]
@@ -334,9 +354,7 @@ def _choose(
     """The first candidate that fits, its figures and its context length."""
     _check_pins(model, nodes, request)
     best: tuple[Candidate, dict[str, Any]] | None = None
-    seen = 0
     for candidate in _candidates(model, nodes, request):
-        seen += 1
         asked = request.context_length or model.default_context
         if request.cpu:
             reasons.append("declared slots on CPU: memory is not estimated")
@@ -355,41 +373,50 @@ def _choose(
         if best is None or figures["kv_cache_tokens"] > best[1]["kv_cache_tokens"]:
             best = candidate, figures
     if best is None:
-        raise PlannerError(_no_layout(nodes, request))
-    raise PlannerError(_does_not_fit(model, best[0], best[1], request))
+        raise _no_layout(nodes, request)
+    raise _does_not_fit(model, best[0], best[1], request)
 
 
 def _check_pins(model: Model, nodes: list[Node], request: Request) -> None:
     """Pinned values that can't work anywhere, each with its own message."""
     if request.tensor or request.pipeline or request.expert or request.layer_partition:
         pipeline = request.pipeline or (len(request.layer_partition) if request.layer_partition else 1)
-        require(model, _layout(request.tensor or 1, pipeline, request))
+        key = "parallelism.tensor" if request.tensor else "parallelism.pipeline" if request.pipeline else "parallelism"
+        require(model, _layout(request.tensor or 1, pipeline, request), key)
     total = sum(len(node.gpus) for node in nodes)
     asked = (request.tensor or 1) * (request.pipeline or 1)
     if asked > total:
         declared = ", ".join(f"{node.name}: {len(node.gpus)}" for node in nodes[:8])
         raise PlannerError(
             f"parallelism asks for {asked} GPUs (tensor {request.tensor or 1} x pipeline {request.pipeline or 1}), "
-            f"the nodes declare {total} ({declared}). Lower parallelism, or add nodes or GPUs."
+            f"the nodes declare {total} ({declared}).",
+            "Lower parallelism, or add nodes or GPUs.",
+            "parallelism",
         )
     largest = max(len(node.gpus) for node in nodes)
     if request.tensor and request.tensor > largest and not _spans_nodes(nodes):
         raise PlannerError(
             f"parallelism.tensor = {request.tensor} is more than the {largest} GPUs of a node, and the fabric between "
-            f"the nodes is not InfiniBand or RoCE. Set parallelism.tensor to {largest} or less, and "
-            "parallelism.pipeline to the number of nodes."
+            "the nodes is not InfiniBand or RoCE.",
+            f"Set parallelism.tensor to {largest} or less, and parallelism.pipeline to the number of nodes.",
+            "parallelism.tensor",
         )
 
 
-def _no_layout(nodes: list[Node], request: Request) -> str:
+def _no_layout(nodes: list[Node], request: Request) -> PlannerError:
     declared = ", ".join(f"{node.name}: {len(node.gpus)}" for node in nodes[:8])
     pins = [f"{name} {value}" for name, value in (("tensor", request.tensor), ("pipeline", request.pipeline)) if value]
     if pins:
-        return (
-            f"parallelism {' x '.join(pins)} can't be laid over these nodes with as many GPUs on each ({declared}). "
-            "Choose sizes whose product is a multiple of the number of nodes and fits the smallest, or leave them out."
+        return PlannerError(
+            f"parallelism {' x '.join(pins)} can't be laid over these nodes with as many GPUs on each ({declared}).",
+            "Choose sizes whose product is a multiple of the number of nodes and fits the smallest, or leave them out.",
+            "parallelism",
         )
-    return f"no layout of this model keeps the engine's rules on these nodes ({declared})."
+    return PlannerError(
+        f"No layout of this model keeps the engine's rules on these nodes ({declared}).",
+        "Choose another model or other nodes.",
+        "model",
+    )
 
 
 def _estimate(model: Model, candidate: Candidate, request: Request, length: int) -> dict[str, Any]:
@@ -406,7 +433,7 @@ def _estimate(model: Model, candidate: Candidate, request: Request, length: int)
     return memory.estimate_model(model, gpu, flags)
 
 
-def _does_not_fit(model: Model, candidate: Candidate, figures: dict[str, Any], request: Request) -> str:
+def _does_not_fit(model: Model, candidate: Candidate, figures: dict[str, Any], request: Request) -> PlannerError:
     """The shortfall, and changes that were checked to fit."""
     layout = candidate.layout
     length = request.context_length or model.default_context
@@ -436,10 +463,11 @@ def _does_not_fit(model: Model, candidate: Candidate, figures: dict[str, Any], r
         if _estimate(model, smallest, request, length)["fits"]:
             fits.append(f"{wider.layout.world} GPUs (tensor {wider.layout.tensor})")
             break
-    advice = f" Would fit: {'; or '.join(fits[:3])}." if fits else " Use more GPUs or a quantized checkpoint."
-    return (
-        f"the model does not fit (tensor {layout.tensor} x pipeline {layout.pipeline}, context_length {length}). "
-        f"vLLM would say: {figures['error']}{short}{advice}"
+    return PlannerError(
+        f"The model does not fit (tensor {layout.tensor} x pipeline {layout.pipeline}, context_length {length}). "
+        f"vLLM would say: {figures['error']}{short}",
+        f"Would fit: {'; or '.join(fits[:3])}." if fits else "Use more GPUs or a quantized checkpoint.",
+        "context_length" if tokens and request.context_length else "model",
     )
 
 
@@ -462,7 +490,13 @@ def _executor(candidate: Candidate, request: Request, reasons: list[str]) -> str
 
 
 def _describe(
-    model: Model, candidate: Candidate, nodes: list[Node], request: Request, reasons: list[str], warnings: list[str]
+    model: Model,
+    candidate: Candidate,
+    nodes: list[Node],
+    request: Request,
+    *,
+    reasons: list[str],
+    warnings: list[str],
 ) -> None:
     layout = candidate.layout
     room = min(len(node.gpus) for node in candidate.nodes)

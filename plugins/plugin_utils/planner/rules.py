@@ -323,9 +323,12 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def require(model: Model, layout: Layout) -> None:
-    """Raise with every broken rule."""
+def require(model: Model, layout: Layout, key: str) -> None:
+    """Raise with every broken rule; `key` is what the user pinned."""
     broken = check(model, layout)
     if broken:
-        parts = [violation.message for violation in broken] + [violation.remedy for violation in broken]
-        raise PlannerError(" ".join(dict.fromkeys(parts)))
+        raise PlannerError(
+            " ".join(dict.fromkeys(violation.message for violation in broken)),
+            " ".join(dict.fromkeys(violation.remedy for violation in broken)),
+            key,
+        )

@@ -81,7 +81,7 @@ def _load(version: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     match = next((name for name in reversed(known) if name.split(".")[:2] == minor), None)
     if match is None:
         raise PlannerError(
-            f"the flags of vLLM {version} are not known; python_env_vllm_version may be one of {', '.join(known)}"
+            f"The flags of vLLM {version} are not known.", f"Use one of {', '.join(known)}.", "vllm_version"
         )
     flags: dict[str, dict[str, Any]] = json.loads((_DATA / f"{_PREFIX}{match}.json").read_text("utf-8"))["flags"]
     spellings = {}
@@ -102,10 +102,10 @@ def flag_name(key: str, version: str) -> str:
     off |= {f"--no-{name[2:]}": name for name in off.values()}
     if f"--{bare}" in off:
         positive = off[f"--{bare}"]
-        raise PlannerError(f"args key {key!r} switches a flag off; write {positive[2:]}: false instead")
+        raise PlannerError(f"{key!r} switches a flag off.", f"Write {positive[2:]}: false instead.", f"args.{key}")
     close = difflib.get_close_matches(f"--{bare}", flags, n=1, cutoff=0.6)
-    hint = f"; did you mean {close[0][2:]!r}?" if close else ""
-    raise PlannerError(f"args key {key!r} is no flag of vLLM {version}{hint}")
+    hint = f"Did you mean {close[0][2:]!r}?" if close else f"See `vllm serve --help=all` of vLLM {version}."
+    raise PlannerError(f"{key!r} is no flag of vLLM {version}.", hint, f"args.{key}")
 
 
 def check_args(args: Mapping[str, Any], version: str) -> dict[str, Any]:
@@ -114,10 +114,13 @@ def check_args(args: Mapping[str, Any], version: str) -> dict[str, Any]:
     for key, value in args.items():
         name = flag_name(str(key), version)
         if name in OWNED:
-            raise PlannerError(f"args key {key!r} is decided by the plan; set {OWNED[name]} instead")
+            raise PlannerError(f"{key!r} is decided by the plan.", f"Set {OWNED[name]} instead.", f"args.{key}")
         if name in checked:
-            raise PlannerError(f"args key {key!r} says {name} twice")
-        _render(name, value, version)
+            raise PlannerError(f"{key!r} says {name} twice.", "Remove one of them.", f"args.{key}")
+        try:
+            _render(name, value, version)
+        except PlannerError as error:
+            raise PlannerError(error.problem, error.remedy, f"args.{key}") from error
         checked[name] = value
     return checked
 
@@ -154,7 +157,7 @@ def serve_args(
         argv += _render(flag, args.pop(flag, value), version)
     if nnodes > 1:
         if master_addr is None or master_port is None:
-            raise PlannerError("an engine over several nodes without Ray needs master_addr and master_port")
+            raise PlannerError("An engine over several nodes without Ray needs master_addr and master_port.")
         for flag, value in (
             ("--nnodes", nnodes),
             ("--node-rank", node_rank),
@@ -173,18 +176,18 @@ def _render(flag: str, value: Any, version: str) -> list[str]:
     flags, _ = _load(version)
     entry = flags.get(flag)
     if entry is None:
-        raise PlannerError(f"{flag} is no flag of vLLM {version}")
+        raise PlannerError(f"{flag} is no flag of vLLM {version}.")
     kind = entry["kind"]
     if value is None:
-        raise PlannerError(f"{flag[2:]} has no value; leave the key out to keep vLLM's default")
+        raise PlannerError(f"{flag[2:]} has no value.", "Leave the key out to keep vLLM's default.")
     if kind == "switch":
         if not isinstance(value, bool):
-            raise PlannerError(f"{flag[2:]} = {value!r}: this flag takes true or false")
+            raise PlannerError(f"{flag[2:]} = {value!r}: this flag is a switch.", "Give true or false.")
         if value:
             return [flag]
         return [entry["off"]] if "off" in entry else []
     if isinstance(value, bool):
-        raise PlannerError(f"{flag[2:]} = {str(value).lower()}: this flag takes a value, not true or false")
+        raise PlannerError(f"{flag[2:]} = {str(value).lower()}: this flag is not a switch.", "Give a value.")
     if isinstance(value, Mapping):
         return [flag, json.dumps(value, sort_keys=True, separators=(",", ":"))]
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -192,7 +195,7 @@ def _render(flag: str, value: Any, version: str) -> list[str]:
             # Flags that read JSON take lists as JSON too.
             return [flag, json.dumps(list(value), separators=(",", ":"))]
         if not value:
-            raise PlannerError(f"{flag[2:]} is an empty list; leave the key out instead")
+            raise PlannerError(f"{flag[2:]} is an empty list.", "Leave the key out instead.")
         return [flag, *(_text(flag, item) for item in value)]
     return [flag, _text(flag, value)]
 
@@ -202,10 +205,10 @@ def _text(flag: str, value: Any) -> str:
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
     text = str(value)
     if "\n" in text or "\0" in text:
-        raise PlannerError(f"{flag[2:]}: a value can't hold line breaks")
+        raise PlannerError(f"{flag[2:]}: a value can't hold line breaks.", "Write it in one line.")
     if text.startswith("-") and not _is_number(text):
         # argparse would read it as the next flag.
-        raise PlannerError(f"{flag[2:]} = {text!r}: a value can't begin with a dash")
+        raise PlannerError(f"{flag[2:]} = {text!r}: a value can't begin with a dash.", "Remove the dash.")
     return text
 
 

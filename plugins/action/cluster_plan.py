@@ -1,0 +1,213 @@
+"""Action `ironrack.vllm.cluster_plan`: checks the inventory and plans the cluster, on the controller alone.
+
+Only collects what Ansible knows and hands it to the pure code in plugin_utils. Opens no connection.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible.errors import AnsibleActionFail, AnsibleError
+from ansible.plugins.action import ActionBase
+from ansible.release import __version__ as core_version
+
+COLLECTION = Path(__file__).resolve().parents[2]
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FACT = "ironrack_plan"
+_HOST_FACTS = "ironrack_host"
+
+
+class ActionModule(ActionBase):
+    """See the module of the same name for the documentation."""
+
+    TRANSFERS_FILES = False
+    _requires_connection = False
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        _check_controller()
+        # Imported late: the message about an old Python must come from a file that an old Python can read.
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import cluster, validate  # noqa: PLC0415
+
+        _, arguments = self.validate_argument_spec({"require_addresses": {"type": "bool", "default": True}})
+        task_vars = task_vars or {}
+        collected = Collected(task_vars, self._templar, _role_options())
+        options = {"require_addresses": arguments["require_addresses"]}
+        inputs = cluster.digest([collected.inputs(), options, _code_digest()])
+        known = task_vars.get(_FACT) or task_vars.get("ansible_facts", {}).get(_FACT)
+        if isinstance(known, Mapping) and known.get("inputs") == inputs:
+            return self._success(result, collected.plain(known))
+
+        checked = validate.validate(collected.values, collected.roles, collected.extra, collected.names)
+        problems = [*collected.problems, *checked.problems]
+        plan, found = cluster.build(
+            checked.values,
+            collected.groups,
+            collected.load_config,
+            collected.facts,
+            require_addresses=arguments["require_addresses"],
+        )
+        problems += found
+        if problems:
+            result["problems"] = [vars(problem) for problem in problems]
+            result["failed"] = True
+            result["msg"] = validate.render(problems)
+            return result
+        plan["inputs"] = inputs
+        return self._success(result, plan)
+
+    @staticmethod
+    def _success(result: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+        result["changed"] = False
+        result["report"] = plan["report"]
+        result["plan"] = plan
+        result["ansible_facts"] = {_FACT: plan}
+        return result
+
+
+class Collected:
+    """The variables of the inventory, of all hosts and not only of those in --limit, as plain Python values."""
+
+    def __init__(self, task_vars: Mapping[str, Any], templar: Any, roles: dict[str, Any]) -> None:
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils import plain  # noqa: PLC0415
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import (  # noqa: PLC0415
+            cluster,
+            contract,
+            model_files,
+            validate,
+        )
+
+        self.plain = plain.to_plain
+        self.roles = roles
+        self.problems: list[Any] = []
+        self.values: dict[str, dict[str, Any]] = {}
+        self.names: dict[str, list[str]] = {}
+        self.facts: dict[str, Any] = {}
+        self._templar = templar
+        self._validate = validate
+        self._model_files = model_files
+        self._contract = contract.CONTRACT
+        self._known = {*contract.CONTRACT, *contract.SWITCHES, *roles}
+        self._plain_cache: dict[int, tuple[Any, Any]] = {}
+        self._configs: dict[str, tuple[Any, Any]] = {}
+        inventory_dir = task_vars.get("inventory_dir")
+        self._inventory_dir = Path(str(inventory_dir)) if inventory_dir else None
+        groups = self.plain(task_vars.get("groups", {}))
+        self.groups = {name: members for name, members in groups.items() if name not in ("all", "ungrouped")}
+        hostvars = task_vars["hostvars"]
+        manager = getattr(hostvars, "_variable_manager", None)
+        self.extra = sorted(map(str, getattr(manager, "extra_vars", None) or {}))
+        for host in groups.get("all", ()):
+            raw = hostvars.raw_get(host)
+            volatile = set(_set_during_run(manager, host)) - set(self.extra)
+            self.names[host] = [str(name) for name in raw if name not in volatile]
+            self.values[host] = dict(self._known_values(host, raw, hostvars, volatile))
+            self.facts[host] = cluster.facts_view(self.plain(raw.get("ansible_facts", {}).get(_HOST_FACTS)))
+
+    def _known_values(
+        self, host: str, raw: Mapping[str, Any], hostvars: Any, volatile: set[str]
+    ) -> Iterator[tuple[str, Any]]:
+        for name in self._known.intersection(raw):
+            value = raw[name]
+            templated = _has_template(value)
+            if name not in self._contract:
+                # Roles check their own variables again when they run; what needs templating is left to them.
+                if not templated and name not in volatile:
+                    yield name, self._cached(value)
+                continue
+            if not templated:
+                yield name, self._cached(value)
+                continue
+            try:
+                templar = self._templar.copy_with_new_env(available_variables={**raw, "hostvars": hostvars})
+                yield name, self.plain(templar.template(value))
+            except AnsibleError as error:
+                self.problems.append(
+                    self._validate.Problem(
+                        host,
+                        name,
+                        self._validate.show(self._cached(value), name),
+                        f"can't be evaluated: {error.message}",
+                        "use only variables of the inventory in it; facts and role defaults are not known yet",
+                    )
+                )
+
+    def _cached(self, value: Any) -> Any:
+        """Hosts of one group share an object; they share its copy too."""
+        if id(value) not in self._plain_cache:
+            # The original is kept, so that its id stays taken.
+            self._plain_cache[id(value)] = (value, self.plain(value))
+        return self._plain_cache[id(value)][1]
+
+    def load_config(self, variable: str, model: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The model's config.json, read once."""
+        if variable not in self._configs:
+            self._configs[variable] = self._model_files.find_config(variable, model, self._inventory_dir)
+        return self._configs[variable]
+
+    def inputs(self) -> list[Any]:
+        """Everything that the plan depends on."""
+        configs = {}
+        for values in self.values.values():
+            instances = values.get("vllm_instances")
+            for name, spec in instances.items() if isinstance(instances, dict) else ():
+                model = spec.get("model") if isinstance(spec, dict) else None
+                variable = f"vllm_instances.{name}.model"
+                if isinstance(model, dict) and variable not in configs:
+                    configs[variable] = self.load_config(variable, model)[0]
+        facts = {host: vars(view) for host, view in self.facts.items()}
+        problems = [vars(problem) for problem in self.problems]
+        return [self.values, self.names, self.groups, facts, configs, self.extra, problems]
+
+
+def _check_controller() -> None:
+    """In words that every Python can say, before anything else is imported."""
+    core = tuple(int(part) for part in core_version.split(".")[:2])
+    if core < (2, 19):
+        raise AnsibleActionFail(
+            f"ansible-core = {core_version} is not supported. Run `make venv` and use .venv/bin/ansible-playbook, "
+            "or install ansible-core>=2.19."
+        )
+    if sys.version_info < (3, 11):
+        raise AnsibleActionFail(
+            f"python = {sys.version.split()[0]} is not supported on the controller. Run `make venv` with Python 3.11 "
+            "or newer."
+        )
+
+
+def _set_during_run(manager: Any, host: str) -> Iterator[str]:
+    """Names that plays set (set_fact, register, include_vars): they are nobody's inventory."""
+    for cache in ("_nonpersistent_fact_cache", "_vars_cache"):
+        yield from (getattr(manager, cache, None) or {}).get(host, ())
+
+
+def _has_template(value: Any) -> bool:
+    if isinstance(value, str):
+        return "{{" in value or "{%" in value
+    if isinstance(value, Mapping):
+        return any(_has_template(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_has_template(item) for item in value)
+    return False
+
+
+def _role_options() -> dict[str, Any]:
+    """The options of every role of this collection."""
+    options: dict[str, Any] = {}
+    for path in sorted(COLLECTION.glob("roles/*/meta/argument_specs.yml")):
+        document = yaml.load(path.read_text("utf-8"), Loader=_Loader) or {}  # noqa: S506  # a safe loader
+        for entry_point in (document.get("argument_specs") or {}).values():
+            options.update(entry_point.get("options") or {})
+    return options
+
+
+def _code_digest() -> list[list[Any]]:
+    """A plan in a fact cache must not outlive the code that made it."""
+    files = [*COLLECTION.glob("plugins/plugin_utils/*/*.py"), *COLLECTION.glob("plugins/plugin_utils/*/data/*.json")]
+    return sorted([str(path.relative_to(COLLECTION)), path.stat().st_mtime_ns, path.stat().st_size] for path in files)

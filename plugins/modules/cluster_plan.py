@@ -1,0 +1,69 @@
+"""Documentation of the action plugin of the same name; nothing runs on a host."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: cluster_plan
+short_description: Check the inventory and plan the cluster
+version_added: "0.1.0"
+author:
+  - The ironrack authors
+description:
+  - Checks every variable of the inventory and every C(-e) against the inventory contract and the roles' argument specs,
+    and reports all problems in one message, each with the variable, its value and a remedy.
+  - Plans every instance in C(vllm_instances) and sets the fact C(ironrack_plan), the only source of the roles about
+    the cluster.
+  - Runs on the controller and opens no connection. Looks at all hosts of the inventory, so C(--limit) changes nothing.
+  - Uses variables of the inventory only, and cached facts of C(ironrack.vllm.host_facts) where an address or the GPUs
+    are not declared.
+options:
+  require_addresses:
+    description:
+      - Whether a node of a multi-node instance that names its C(cluster_interface), but not its C(cluster_address),
+        must have cached facts. With V(false) its address is null in the plan, and a warning says so.
+    type: bool
+    default: true
+attributes:
+  check_mode:
+    support: full
+    description: Nothing is ever changed.
+notes:
+  - Use it under C(run_once); the fact is then set on all hosts of the play.
+"""
+
+EXAMPLES = r"""
+- name: Plan the cluster from the inventory
+  ironrack.vllm.cluster_plan:
+  run_once: true
+  register: cluster
+
+- name: Show the plan
+  ansible.builtin.debug:
+    msg: "{{ cluster.report }}"
+  run_once: true
+"""
+
+RETURN = r"""
+ansible_facts:
+  description: The plan as the fact C(ironrack_plan).
+  returned: success
+  type: dict
+  contains:
+    ironrack_plan:
+      description: Nodes, addresses, Ray, instances with the arguments of each unit, warnings.
+      type: dict
+plan:
+  description: The same plan.
+  returned: success
+  type: dict
+report:
+  description: The plan as text.
+  returned: success
+  type: str
+problems:
+  description: Every problem with C(host), C(variable), C(value), C(problem) and C(remedy).
+  returned: failure
+  type: list
+  elements: dict
+"""

@@ -1,0 +1,626 @@
+"""Builds the plan of the whole cluster, which is all that the roles know about it, from checked inventory variables."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import ipaddress
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..planner.errors import PlannerError
+from ..planner.plan import natural_key, plan
+from ..planner.report import render_report
+from ..planner.serve_args import serve_args, versions
+from .contract import CONTRACT, SITE
+from .model_files import check_model, model_path
+from .validate import Problem, not_set, show
+
+RAY_PORT = 6379
+LISTEN = "0.0.0.0"  # noqa: S104  # the firewall and the proxy decide who reaches it
+ConfigLoader = Callable[[str, Mapping[str, Any]], tuple[dict[str, Any] | None, list[Problem]]]
+
+
+@dataclass
+class Facts:
+    """What cached facts of a host say, as far as the plan may use it."""
+
+    addresses: dict[str, str] = field(default_factory=dict)
+    gpus: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Engine:
+    """One instance on its way through the planner."""
+
+    name: str
+    spec: Mapping[str, Any]
+    nodes: list[str]
+    config: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def variable(self) -> str:
+        return f"vllm_instances.{self.name}"
+
+    @property
+    def used(self) -> list[str]:
+        """Nodes that hold ranks, in the order of the ranks."""
+        return list(self.plan["replicas"][0]["nodes"])
+
+    @property
+    def gpus(self) -> dict[str, list[int]]:
+        return dict(self.plan["replicas"][0]["gpus"])
+
+    @property
+    def executor(self) -> str:
+        return str(self.plan["distributed_executor_backend"])
+
+    @property
+    def port(self) -> int:
+        return int(self.spec["port"])
+
+
+class Builder:
+    """Collects problems on the way, so that a user sees all of them at once."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Mapping[str, Any]],
+        groups: Mapping[str, Iterable[str]],
+        load_config: ConfigLoader,
+        facts: Mapping[str, Facts] | None = None,
+        require_addresses: bool = True,
+    ) -> None:
+        self.values = values
+        self.groups = {name: list(members) for name, members in groups.items()}
+        self.load_config = load_config
+        self.facts = facts or {}
+        self.require_addresses = require_addresses
+        self.problems: list[Problem] = []
+        self.warnings: list[str] = []
+
+    # Variables
+
+    def common(self, name: str, hosts: Iterable[str]) -> Any:
+        """The value of a variable of the whole cluster; different values on two hosts are a problem."""
+        first: tuple[str, Any] | None = None
+        for host in hosts:
+            value = self.values.get(host, {}).get(name)
+            if value is None:
+                continue
+            if first is None:
+                first = host, value
+            elif first[1] is not value and first[1] != value:
+                self.problems.append(
+                    Problem(
+                        host,
+                        name,
+                        show(value, name),
+                        f"differs from {first[0]} ({show(first[1], name)})",
+                        "set it once for the whole cluster, in group_vars/all",
+                    )
+                )
+                break
+        return CONTRACT[name].get("default") if first is None else first[1]
+
+    # Instances
+
+    def engines(self, instances: Mapping[str, Any]) -> list[Engine]:
+        found = []
+        for name in sorted(instances, key=natural_key):
+            spec = instances[name]
+            variable = f"vllm_instances.{name}"
+            nodes = self._members(variable, spec.get("nodes")) if isinstance(spec, Mapping) else None
+            if not isinstance(spec, Mapping) or nodes is None or not isinstance(spec.get("model"), Mapping):
+                continue
+            problems = check_model(f"{variable}.model", spec["model"])
+            self.problems += problems
+            engine = Engine(name, spec, nodes)
+            if not problems:
+                config, problems = self.load_config(f"{variable}.model", spec["model"])
+                self.problems += problems
+                engine.config = config or {}
+            found.append(engine)
+        return found
+
+    def _members(self, variable: str, nodes: Any) -> list[str] | None:
+        if nodes is None:
+            return None
+        wanted = [nodes] if isinstance(nodes, str) else list(nodes)
+        members: list[str] = []
+        for item in wanted:
+            if item is None:
+                return None
+            if item in self.values:
+                members.append(item)
+            elif item not in self.groups:
+                close = difflib.get_close_matches(str(item), [*self.groups, *self.values], n=1, cutoff=0.6)
+                hint = f"did you mean {close[0]}? Otherwise " if close else ""
+                self.problems.append(
+                    Problem(
+                        "",
+                        f"{variable}.nodes",
+                        show(item),
+                        "is neither a group nor a host of the inventory",
+                        f"{hint}define the group and put hosts in it",
+                    )
+                )
+                return None
+            elif not self.groups[item]:
+                self.problems.append(
+                    Problem(
+                        "",
+                        f"{variable}.nodes",
+                        show(item),
+                        "the group is empty",
+                        f"put hosts in the group {item}, or name another",
+                    )
+                )
+                return None
+            else:
+                members += self.groups[item]
+        if not members:
+            self.problems.append(
+                Problem("", f"{variable}.nodes", show(nodes), "names no host", "name a group or hosts")
+            )
+            return None
+        if isinstance(nodes, list) and len(set(wanted)) != len(wanted):
+            self.problems.append(
+                Problem("", f"{variable}.nodes", show(nodes), "names a host twice", "name each host once")
+            )
+            return None
+        return sorted(set(members), key=natural_key)
+
+    # GPUs
+
+    def declared_gpus(self, host: str, needed: bool) -> list[dict[str, Any]]:
+        """The GPUs of a host, one entry each."""
+        declared = self.values.get(host, {}).get("gpus")
+        if declared is None:
+            cached = self.facts.get(host, Facts()).gpus
+            if cached:
+                self.warnings.append(f"{host}: gpus is not declared; the facts of the last run are used")
+                return cached
+            if needed:
+                self.problems.append(
+                    not_set(
+                        host,
+                        "gpus",
+                        "the node runs an engine, but declares no GPUs",
+                        "set gpus: {count: 8, name: NVIDIA H200, memory_total_mib: 143771} as nvidia-smi prints them",
+                    )
+                )
+            return []
+        entries = declared if isinstance(declared, list) else [declared]
+        gpus: list[dict[str, Any]] = []
+        for entry in entries:
+            if not isinstance(entry, Mapping) or not entry.get("name") or not entry.get("memory_total_mib"):
+                return []
+            one = {"name": entry["name"], "memory_total_mib": entry["memory_total_mib"]}
+            gpus += [dict(one) for _ in range(entry.get("count") or 1)]
+        return gpus
+
+    # Planning
+
+    def plan_engines(self, engines: list[Engine], variant: str, version: str) -> list[Engine]:
+        shared = _shared_nodes(engines)
+        taken: dict[str, dict[int, str]] = {}
+        gpus = {host: self.declared_gpus(host, True) for engine in engines for host in engine.nodes if engine.config}
+        planned = []
+        for engine in engines:
+            if not engine.config or not all(gpus.get(host) for host in engine.nodes):
+                continue
+            pins = engine.spec.get("parallelism") or {}
+            rivals = sorted({other for host in engine.nodes for other in shared.get(host, ()) if other != engine.name})
+            if rivals and not (pins.get("tensor") and pins.get("pipeline")):
+                self.problems.append(
+                    Problem(
+                        "",
+                        f"{engine.variable}.nodes",
+                        show(engine.spec["nodes"]),
+                        f"two instances on the same GPUs: {', '.join(rivals)} uses these nodes too, and an instance "
+                        "takes every GPU of its nodes unless its sizes are pinned",
+                        "give each instance nodes of its own, or pin parallelism.tensor and parallelism.pipeline of "
+                        "each so that they share",
+                    )
+                )
+                continue
+            nodes = []
+            for host in engine.nodes:
+                free = [
+                    {**gpu, "index": index} for index, gpu in enumerate(gpus[host]) if index not in taken.get(host, {})
+                ]
+                nodes.append({"name": host, "gpus": free, "inter_node": self._fabric(host)})
+            try:
+                engine.plan = plan(
+                    engine.config,
+                    nodes,
+                    objective=engine.spec.get("objective"),
+                    context_length=engine.spec.get("context_length"),
+                    concurrency=engine.spec.get("concurrency"),
+                    parallelism=pins,
+                    executor=engine.spec.get("executor"),
+                    disaggregation=engine.spec.get("disaggregation"),
+                    speculative=engine.spec.get("speculative"),
+                    args=_plan_args(engine.spec.get("args") or {}, variant),
+                    environment=engine.spec.get("environment") or {},
+                    variant=variant,
+                    vllm_version=version,
+                )
+            except PlannerError as error:
+                self.problems.append(self._planner_problem(engine, error, taken))
+                continue
+            for host, indices in engine.gpus.items():
+                taken.setdefault(host, {}).update(dict.fromkeys(indices, engine.name))
+            self.warnings += [f"{engine.name}: {text}" for text in engine.plan["warnings"]]
+            planned.append(engine)
+        return planned
+
+    def _fabric(self, host: str) -> str:
+        return str(self.values.get(host, {}).get("fabric_type") or "tcp")
+
+    def _planner_problem(self, engine: Engine, error: PlannerError, taken: Mapping[str, Mapping[int, str]]) -> Problem:
+        """Point at the key that the message speaks of."""
+        value: Any = engine.spec
+        key = error.key or "model"
+        for part in key.split(".", 1):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        busy = sorted({owner for host in engine.nodes for owner in taken.get(host, {}).values()})
+        note = f" (other GPUs of these nodes are taken by {', '.join(busy)})" if busy else ""
+        remedy = error.remedy or f"correct {engine.variable}.{key}"
+        return Problem("", f"{engine.variable}.{key}", show(value, key), error.problem + note, remedy)
+
+    # Addresses
+
+    def addresses(self, reasons: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str | None]:
+        """The cluster address of each host; `reasons` says why a host must have one."""
+        found: dict[str, str | None] = {}
+        for host in hosts:
+            variables = self.values.get(host, {})
+            address, interface = variables.get("cluster_address"), variables.get("cluster_interface")
+            if not address and interface:
+                address = self.facts.get(host, Facts()).addresses.get(str(interface))
+            found[host] = _canonical(address)
+            if found[host] or host not in reasons or address:
+                continue
+            if interface and not self.require_addresses:
+                self.warnings.append(f"{host}: the address of {interface} is not known before its facts are gathered")
+                continue
+            advice = (
+                "set cluster_address to the IP address of this interface, or gather the host's facts first"
+                if interface
+                else "set cluster_address to its IP address on the cluster network, and cluster_interface to the "
+                "interface that holds it (host variables)"
+            )
+            self.problems.append(
+                not_set(
+                    host,
+                    "cluster_address",
+                    f"{reasons[host]}; on a multi-homed node the address is never guessed"
+                    + (f" and no facts of cluster_interface {interface} are cached" if interface else ""),
+                    advice,
+                )
+            )
+        return found
+
+    # Ports
+
+    def check_ports(self, engines: list[Engine]) -> None:
+        owners: dict[tuple[str, int], tuple[Engine, str]] = {}
+        for engine in engines:
+            api = engine.used[0]
+            listening = [("port", engine.port)]
+            if engine.executor == "mp" and len(engine.used) > 1:
+                listening.append(("master_port", int(engine.spec["master_port"])))
+            for key, port in listening:
+                other, other_key = owners.setdefault((api, port), (engine, key))
+                if (other, other_key) == (engine, key):
+                    continue
+                self.problems.append(
+                    Problem(
+                        "",
+                        f"{engine.variable}.{key}",
+                        str(port),
+                        f"duplicate port on {api}: {other.variable}.{other_key} is {port} too",
+                        f"give {engine.name} another {key}",
+                    )
+                )
+
+    # Ray
+
+    def ray(self, engines: list[Engine]) -> tuple[str | None, list[str]]:
+        """Head and workers."""
+        heads = self.groups.get("ray_head", [])
+        if len(heads) > 1:
+            self.problems.append(
+                Problem(
+                    "",
+                    "ray_head",
+                    ", ".join(heads),
+                    f"the group has {len(heads)} hosts; a Ray cluster has one head",
+                    "leave one host in the group ray_head",
+                )
+            )
+        users = [engine for engine in engines if engine.executor == "ray"]
+        if not users:
+            if heads or self.groups.get("ray_workers"):
+                self.warnings.append("no instance uses Ray: the groups ray_head and ray_workers have no effect")
+            return None, []
+        needed = sorted({host for engine in users for host in engine.used}, key=natural_key)
+        head = heads[0] if heads else users[0].used[0]
+        workers = self.groups.get("ray_workers") or []
+        if workers:
+            outside = [host for host in needed if host not in workers and host != head]
+            for host in outside:
+                self.problems.append(
+                    Problem(
+                        host,
+                        "ray_workers",
+                        show(workers),
+                        "an instance over Ray uses this node, which is in neither ray_head nor ray_workers",
+                        f"put {host} in the group ray_workers, or leave the group out: it is derived then",
+                    )
+                )
+        else:
+            workers = needed
+        self._check_ray_neighbours(engines)
+        return head, sorted({host for host in workers if host != head}, key=natural_key)
+
+    def _check_ray_neighbours(self, engines: list[Engine]) -> None:
+        ray_nodes = {host: engine.name for engine in engines if engine.executor == "ray" for host in engine.used}
+        for engine in engines:
+            both = [host for host in engine.used if host in ray_nodes] if engine.executor == "mp" else []
+            if both:
+                self.problems.append(
+                    Problem(
+                        "",
+                        f"{engine.variable}.executor",
+                        show(engine.spec.get("executor")),
+                        f"runs without Ray on {both[0]}, whose GPUs Ray hands out to {ray_nodes[both[0]]}",
+                        "give both instances the same executor, or nodes of their own",
+                    )
+                )
+
+    # All together
+
+    def build(self) -> dict[str, Any]:
+        """The plan; only valid when no problem was found."""
+        everybody = sorted(self.values, key=natural_key)
+        instances = self.common("vllm_instances", everybody) or {}
+        engines = self.engines(instances)
+        members = {host for engine in engines for host in engine.nodes}
+        for group in ("vllm_nodes", "ray_head", "ray_workers"):
+            members |= {host for host in self.groups.get(group, ()) if host in self.values}
+        nodes = sorted(members, key=natural_key)
+        variant = str(self.common("python_env_variant", nodes or everybody))
+        version = str(self.common("python_env_vllm_version", nodes or everybody))
+        self.common("ironrack_mirror", everybody)
+        planned = self.plan_engines(engines, variant, version) if self._version_known(version) else []
+        head, workers = self.ray(planned)
+        reasons = {}
+        for engine in planned:
+            for host in engine.used if len(engine.used) > 1 else ():
+                reasons[host] = f"the instance {engine.name} spans {len(engine.used)} nodes"
+        for host in [head, *workers] if head else ():
+            reasons.setdefault(str(host), "the node is part of the Ray cluster")
+        addresses = self.addresses(reasons, nodes)
+        self.check_ports(planned)
+        if self.problems:
+            return {}
+        return self._assemble(planned, nodes, addresses, head, workers, variant, version)
+
+    def _version_known(self, version: str) -> bool:
+        try:
+            serve_args({}, version)
+        except PlannerError:
+            self.problems.append(
+                Problem(
+                    "",
+                    "python_env_vllm_version",
+                    version,
+                    "the flags of this version of vLLM are not known",
+                    f"use one of {', '.join(versions())}",
+                )
+            )
+            return False
+        return True
+
+    def _assemble(
+        self,
+        engines: list[Engine],
+        nodes: list[str],
+        addresses: Mapping[str, str | None],
+        head: str | None,
+        workers: list[str],
+        variant: str,
+        version: str,
+    ) -> dict[str, Any]:
+        hosts: dict[str, dict[str, Any]] = {host: {"ray": None, "instances": []} for host in nodes}
+        ray_gpus: dict[str, int] = {}
+        described = {}
+        for engine in engines:
+            described[engine.name] = self._describe(engine, addresses, hosts, variant, version)
+            if engine.executor == "ray":
+                for host, indices in engine.gpus.items():
+                    ray_gpus[host] = ray_gpus.get(host, 0) + len(indices)
+        if head:
+            for host in [head, *workers]:
+                # Only what is planned: Ray packs an engine where it finds room, so spare GPUs would move its ranks.
+                hosts[host]["ray"] = {"role": "head" if host == head else "worker", "num_gpus": ray_gpus.get(host, 0)}
+        api = {item["api_node"] for item in described.values()}
+        running = {host for host in nodes if hosts[host]["instances"]} | {
+            host for engine in engines for host in engine.used
+        }
+        described_nodes = {}
+        for host in nodes:
+            groups = []
+            if hosts[host]["ray"]:
+                groups.append("ray_head" if host == head else "ray_workers")
+            if host in running:
+                groups.append("ironrack_engines")
+            if host in api:
+                groups.append("ironrack_api")
+            if groups:
+                groups.append("ironrack_runtime")
+            described_nodes[host] = {
+                "address": addresses[host],
+                "interface": self.values[host].get("cluster_interface"),
+                "gpus": self.declared_gpus(host, False) if self.values[host].get("gpus") else self.facts_gpus(host),
+                "groups": groups,
+            }
+        result: dict[str, Any] = {
+            "site": dict(SITE),
+            "nodes": described_nodes,
+            "hosts_entries": [
+                {"address": addresses[host], "names": [host]} for host in nodes if addresses[host] is not None
+            ],
+            "ray": None
+            if head is None
+            else {
+                "head": head,
+                "address": _endpoint(addresses[head], RAY_PORT),
+                "workers": workers,
+                "total_gpus": sum(ray_gpus.values()),
+            },
+            "runtime": {"variant": variant, "vllm_version": version, "ray": head is not None},
+            "instances": described,
+            "hosts": hosts,
+            "warnings": list(dict.fromkeys(self.warnings)),
+        }
+        result["report"] = render_report(result)
+        return {"digest": digest(result), **result}
+
+    def facts_gpus(self, host: str) -> list[dict[str, Any]]:
+        return list(self.facts.get(host, Facts()).gpus)
+
+    def _describe(
+        self,
+        engine: Engine,
+        addresses: Mapping[str, str | None],
+        hosts: dict[str, dict[str, Any]],
+        variant: str,
+        version: str,
+    ) -> dict[str, Any]:
+        spec, used = engine.spec, engine.used
+        api, ray = used[0], engine.executor == "ray"
+        path = model_path(spec["model"], SITE["state_dir"])
+        if not spec["model"].get("path") and not spec["model"].get("revision"):
+            self.warnings.append(f"{engine.name}: model.revision is not pinned; main may change under you")
+        several = len(used) > 1 and not ray
+        world = []
+        for rank, host in enumerate(used):
+            role = "api" if rank == 0 else "ray" if ray else "headless"
+            world.append({"node": host, "rank": rank, "role": role})
+            if ray and rank:
+                continue
+            environment = dict(spec.get("environment") or {})
+            indices = engine.gpus[host]
+            if not ray and variant != "cpu" and len(indices) < len(self.declared_gpus(host, False)):
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+            hosts[host]["instances"].append(
+                {
+                    "name": engine.name,
+                    "role": role,
+                    "executor": engine.executor,
+                    "args": serve_args(
+                        engine.plan,
+                        version,
+                        model=path,
+                        served_model_name=engine.name,
+                        host=LISTEN,
+                        port=engine.port,
+                        nnodes=len(used) if several else 1,
+                        node_rank=rank if several else 0,
+                        master_addr=addresses[api] if several else None,
+                        master_port=int(spec["master_port"]) if several else None,
+                    ),
+                    "environment": environment,
+                    "needs_ray_gpus": sum(map(len, engine.gpus.values())) if ray else 0,
+                }
+            )
+        return {
+            "executor": engine.executor,
+            "api_node": api,
+            "url": f"http://{_endpoint(addresses[api] or '127.0.0.1', engine.port)}",
+            "port": engine.port,
+            "model_path": path,
+            "context_length": engine.plan["max_model_len"],
+            "tensor_parallel_size": engine.plan["tensor_parallel_size"],
+            "pipeline_parallel_size": engine.plan["pipeline_parallel_size"],
+            "world": world,
+            "plan": engine.plan,
+        }
+
+
+def build(
+    values: Mapping[str, Mapping[str, Any]],
+    groups: Mapping[str, Iterable[str]],
+    load_config: ConfigLoader,
+    facts: Mapping[str, Facts] | None = None,
+    require_addresses: bool = True,
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The plan of the cluster, or the problems that prevent it."""
+    builder = Builder(values, groups, load_config, facts, require_addresses)
+    result = builder.build()
+    return result, list(dict.fromkeys(builder.problems))
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def facts_view(host_facts: Any) -> Facts:
+    """What the plan may use of the facts `ironrack_host` of a host."""
+    view = Facts()
+    if not isinstance(host_facts, Mapping):
+        return view
+    nics = host_facts.get("nics")
+    if isinstance(nics, Mapping):
+        nics = [{"name": name, **entry} for name, entry in nics.items() if isinstance(entry, Mapping)]
+    for nic in nics if isinstance(nics, list) else ():
+        if not isinstance(nic, Mapping):
+            continue
+        for key in ("ipv4", "addresses", "ipv6"):
+            listed = nic.get(key)
+            texts = [listed] if isinstance(listed, str) else listed if isinstance(listed, list) else []
+            address = next((found for found in map(_canonical, texts) if found), None)
+            if address and nic.get("name"):
+                view.addresses.setdefault(str(nic["name"]), address)
+    gpus = host_facts.get("gpus")
+    for gpu in gpus if isinstance(gpus, list) else ():
+        if isinstance(gpu, Mapping) and gpu.get("name") and isinstance(gpu.get("memory_total_mib"), int):
+            view.gpus.append({"name": str(gpu["name"]), "memory_total_mib": gpu["memory_total_mib"]})
+    return view
+
+
+def _canonical(address: Any) -> str | None:
+    if isinstance(address, Mapping):
+        address = address.get("address")
+    try:
+        return str(ipaddress.ip_address(str(address).split("/", 1)[0])) if address else None
+    except ValueError:
+        return None
+
+
+def _endpoint(address: str | None, port: int) -> str:
+    return f"[{address}]:{port}" if address and ":" in address else f"{address}:{port}"
+
+
+def _plan_args(args: Mapping[str, Any], variant: str) -> dict[str, Any]:
+    """On CPU the utilization flag would be a share of the machine's memory: never emitted."""
+    if variant != "cpu":
+        return dict(args)
+    return {key: value for key, value in args.items() if key.replace("_", "-").lstrip("-") != "gpu-memory-utilization"}
+
+
+def _shared_nodes(engines: list[Engine]) -> dict[str, set[str]]:
+    users: dict[str, set[str]] = {}
+    for engine in engines:
+        for host in engine.nodes:
+            users.setdefault(host, set()).add(engine.name)
+    return {host: names for host, names in users.items() if len(names) > 1}

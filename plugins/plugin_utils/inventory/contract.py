@@ -1,0 +1,230 @@
+"""The inventory contract: the variables that a user writes, as argument-spec style dictionaries.
+
+Documentation is generated from `CONTRACT`. Beyond what Ansible's argument specs know, an entry may have
+
+* `scope`: `cluster` (one value for all hosts) or `host`;
+* `keys`: the dictionary is a map; its keys are free (the text says what they are) and each value follows `options`;
+* `any_of`: the value follows one of several specs.
+
+Names that roles define are known too: they come from each role's `meta/argument_specs.yml`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Spec = dict[str, Any]
+
+_GPU: Spec = {
+    "count": {
+        "type": "int",
+        "default": 1,
+        "minimum": 1,
+        "maximum": 64,
+        "description": "How many of these the node has.",
+    },
+    "name": {"type": "str", "required": True, "description": "The name as C(nvidia-smi) prints it."},
+    "memory_total_mib": {
+        "type": "int",
+        "required": True,
+        "minimum": 1,
+        "description": "Total memory of one GPU in MiB, as C(nvidia-smi) prints it.",
+    },
+}
+
+_INSTANCE: Spec = {
+    "model": {
+        "type": "dict",
+        "required": True,
+        "description": "What is served: C(path), or C(repo) with C(revision).",
+        "options": {
+            "path": {
+                "type": "str",
+                "description": "Absolute path of the model's folder, the same on every engine node.",
+            },
+            "repo": {
+                "type": "str",
+                "description": "Repository on the Hugging Face hub, C(org/name). Names the folder when C(path) is left out.",
+            },
+            "revision": {"type": "str", "description": "Commit of the repository; pin it."},
+            "config": {
+                "description": (
+                    "The model's config.json for the planner: a path on the controller (relative to the inventory), "
+                    "or its content. Left out, it is looked for in C(model_configs/<org>__<name>.json) beside the "
+                    "inventory, then in C(path)."
+                ),
+                "any_of": [{"type": "str"}, {"type": "dict"}],
+            },
+        },
+    },
+    "nodes": {
+        "required": True,
+        "description": "A group, a host, or a list of hosts that run the engine.",
+        "any_of": [{"type": "str"}, {"type": "list", "elements": "str"}],
+    },
+    "objective": {
+        "type": "str",
+        "choices": ["throughput", "latency", "capacity"],
+        "default": "throughput",
+        "description": "C(latency) keeps the engine on as few nodes as possible; the others use every node.",
+    },
+    "context_length": {
+        "default": "auto",
+        "description": "Tokens of one sequence, or C(auto) for the longest that the model and the memory allow.",
+        "any_of": [{"type": "int", "minimum": 1}, {"type": "str", "choices": ["auto"]}],
+    },
+    "concurrency": {"type": "int", "minimum": 1, "description": "Sequences in flight that you want."},
+    "parallelism": {
+        "type": "dict",
+        "description": "Sizes pinned by hand. They are kept and checked; what is left out is planned.",
+        "options": {
+            "tensor": {"type": "int", "minimum": 1, "description": "GPUs that share each layer, inside a node."},
+            "pipeline": {"type": "int", "minimum": 1, "description": "Stages of consecutive layers, across nodes."},
+            "data": {"type": "int", "minimum": 1, "description": "Replicas inside the engine; only 1 in this release."},
+            "expert": {"type": "bool", "description": "Keep experts whole and spread them over the GPUs."},
+        },
+    },
+    "executor": {
+        "type": "str",
+        "choices": ["auto", "ray", "mp"],
+        "default": "auto",
+        "description": "What starts the ranks. C(auto) is C(mp) on one node and C(ray) on several; C(mp) works on several too.",
+    },
+    "disaggregation": {
+        "type": "dict",
+        "description": "Prefill and decode on different nodes; not served by this release.",
+        "options": {
+            "prefill": {"type": "str", "description": "Group of the prefill nodes."},
+            "decode": {"type": "str", "description": "Group of the decode nodes."},
+            "connector": {"type": "str", "description": "What carries the KV cache."},
+        },
+    },
+    "speculative": {"type": "dict", "description": "Passed to C(--speculative-config)."},
+    "args": {
+        "type": "dict",
+        "description": "Any other flag of C(vllm serve), without dashes in front, checked against the pinned version.",
+    },
+    "port": {
+        "type": "int",
+        "default": 8000,
+        "minimum": 1024,
+        "maximum": 65535,
+        "description": "Port of the OpenAI endpoint on the API node.",
+    },
+    "master_port": {
+        "type": "int",
+        "default": 29501,
+        "minimum": 1024,
+        "maximum": 65535,
+        "description": "Port on which the ranks of an engine over several nodes without Ray meet.",
+    },
+    "environment": {
+        "type": "dict",
+        "keys": "name of an environment variable",
+        "value": {"type": "str"},
+        "description": "Environment of the engine. Not for secrets.",
+    },
+}
+
+CONTRACT: dict[str, Spec] = {
+    "vllm_instances": {
+        "type": "dict",
+        "scope": "cluster",
+        "keys": "name of the instance, which is also the model name that clients ask for",
+        "options": _INSTANCE,
+        "description": "What the cluster serves. One entry is one endpoint.",
+    },
+    "cluster_interface": {
+        "type": "str",
+        "scope": "host",
+        "description": "The network interface of the node for traffic between nodes. Never guessed on a multi-homed node.",
+    },
+    "cluster_address": {
+        "type": "str",
+        "scope": "host",
+        "description": (
+            "The node's IP address on the cluster network. Needed as soon as an instance spans nodes or uses Ray; "
+            "left out, cached facts of C(cluster_interface) serve."
+        ),
+    },
+    "gpus": {
+        "scope": "host",
+        "description": (
+            "The GPUs of the node as declared. The plan reads them, so that it needs no connection; every run compares "
+            "them with the real ones. A list for mixed GPUs. With the CPU build of vLLM they are slots."
+        ),
+        "any_of": [{"type": "dict", "options": _GPU}, {"type": "list", "elements": "dict", "options": _GPU}],
+    },
+    "ironrack_mirror": {
+        "type": "str",
+        "scope": "cluster",
+        "description": "Base URL of the site's mirror of packages and models.",
+    },
+    "python_env_variant": {
+        "type": "str",
+        "scope": "cluster",
+        "choices": ["cpu", "cu129", "cu130"],
+        "default": "cu130",
+        "description": "Build of vLLM. With C(cpu) the declared GPUs are slots and memory is not planned.",
+    },
+    "python_env_vllm_version": {
+        "type": "str",
+        "scope": "cluster",
+        "default": "0.33.0",
+        "description": "Version of vLLM; its flags and rules hold.",
+    },
+}
+
+# Switches for one run, given with -e and meaningless in an inventory.
+SWITCHES: dict[str, str] = {
+    "plan_format": "Form of the plan that playbooks/plan.yml prints: text, json or html.",
+    "plan_growth": "Factor by which concurrency is assumed to grow in playbooks/plan.yml.",
+}
+
+# What all nodes agree on without asking anybody.
+SITE: dict[str, str] = {
+    "user": "ironrack",
+    "group": "ironrack",
+    "config_dir": "/etc/ironrack",
+    "state_dir": "/var/lib/ironrack",
+    "prefix": "/opt/ironrack",
+    "current": "/opt/ironrack/current",
+}
+
+# Names that are nobody's variables: Ansible's own, the site's helpers, the test driver's.
+FOREIGN_PREFIXES = ("ansible_", "site_", "molecule_")
+MAGIC = frozenset(
+    {
+        "discovered_interpreter_python",
+        "environment",
+        "group_names",
+        "groups",
+        "hostvars",
+        "inventory_dir",
+        "inventory_file",
+        "inventory_hostname",
+        "inventory_hostname_short",
+        "ironrack_plan",
+        "omit",
+        "play_hosts",
+        "playbook_dir",
+        "role_name",
+        "role_names",
+        "role_path",
+        "role_uuid",
+        "vars",
+    }
+)
+
+# Variables of the engine's environment that ironrack sets itself: the key that says the same.
+OWNED_ENVIRONMENT: dict[str, str] = {
+    "VLLM_HOST_IP": "cluster_address",
+    "NODE_IP": "cluster_address",
+    "GLOO_SOCKET_IFNAME": "cluster_interface",
+    "NCCL_SOCKET_IFNAME": "cluster_interface",
+    "RAY_ADDRESS": "the groups ray_head and ray_workers",
+    "RAY_AUTH_MODE": "nothing: it is always on",
+    "RAY_AUTH_TOKEN": "nothing: the token is made for you",
+    "RAY_AUTH_TOKEN_PATH": "nothing: the token is made for you",
+    "CUDA_VISIBLE_DEVICES": "parallelism (the plan chooses the GPUs)",
+}

@@ -1,0 +1,100 @@
+"""Finds the config.json of an instance's model on the controller."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..planner.errors import ModelConfigError
+from ..planner.model import load_config
+from .validate import Problem, not_set, show
+
+MODELS_DIR = "models"
+_REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_REVISION = re.compile(r"^[A-Za-z0-9][\w.-]*$")
+
+
+def model_path(model: Mapping[str, Any], state_dir: str) -> str | None:
+    """The folder on the engine nodes."""
+    if model.get("path"):
+        return str(model["path"])
+    if model.get("repo"):
+        return f"{state_dir}/{MODELS_DIR}/{model['repo']}/{model.get('revision') or 'main'}"
+    return None
+
+
+def check_model(variable: str, model: Mapping[str, Any]) -> list[Problem]:
+    """What can be said of `model` without reading a file."""
+    path, repo = model.get("path"), model.get("repo")
+    if not path and not repo:
+        return [
+            not_set(
+                "",
+                f"{variable}.path",
+                "the model has no path",
+                "set model.path to the absolute path of its folder on the engine nodes, or model.repo to org/name",
+            )
+        ]
+    problems = []
+    if path and (not str(path).startswith("/") or ".." in str(path).split("/") or re.search(r"[\s\"'$%\\]", str(path))):
+        problems.append(
+            Problem(
+                "",
+                f"{variable}.path",
+                show(path),
+                "is not an absolute path without spaces, quotes and '..'",
+                "give the absolute path of the model's folder, for example /data/models/llama",
+            )
+        )
+    if repo and not _REPO.match(str(repo)):
+        problems.append(
+            Problem("", f"{variable}.repo", show(repo), "is not a repository of the form org/name", "correct it")
+        )
+    revision = model.get("revision")
+    if revision and not _REVISION.match(str(revision)):
+        problems.append(Problem("", f"{variable}.revision", show(revision), "is not a revision", "give a commit"))
+    return problems
+
+
+def find_config(
+    variable: str, model: Mapping[str, Any], inventory_dir: Path | None
+) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """The content of the config.json, or the problem that names where it was looked for."""
+    given = model.get("config")
+    if isinstance(given, Mapping):
+        return dict(given), []
+    remedy = f"set {variable}.config to the path of the model's config.json on the controller (or to its content)" + (
+        f", or put it at {_beside(model, inventory_dir)}" if model.get("repo") and inventory_dir else ""
+    )
+    if isinstance(given, str):
+        path = Path(given).expanduser()
+        if not path.is_absolute():
+            path = (inventory_dir or Path.cwd()) / path
+        return _load(f"{variable}.config", given, path, remedy)
+    candidates = []
+    if model.get("repo") and inventory_dir:
+        candidates.append(_beside(model, inventory_dir))
+    if model.get("path"):
+        candidates.append(Path(str(model["path"])) / "config.json")
+    for candidate in candidates:
+        if candidate.is_file():
+            return _load(f"{variable}.config", str(candidate), candidate, remedy)
+    looked = " or ".join(map(str, candidates))
+    value = show(model.get("path") or model.get("repo") or "")
+    name = f"{variable}.{'path' if model.get('path') else 'repo'}"
+    return None, [
+        Problem("", name, value, f"the planner found no config.json of this model on the controller ({looked})", remedy)
+    ]
+
+
+def _beside(model: Mapping[str, Any], inventory_dir: Path | None) -> Path:
+    return (inventory_dir or Path()) / "model_configs" / f"{str(model['repo']).replace('/', '__')}.json"
+
+
+def _load(variable: str, value: str, path: Path, remedy: str) -> tuple[dict[str, Any] | None, list[Problem]]:
+    try:
+        return load_config(path), []
+    except ModelConfigError as error:
+        return None, [Problem("", variable, show(value), str(error), remedy)]

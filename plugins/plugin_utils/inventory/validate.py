@@ -1,0 +1,469 @@
+"""Checks inventory variables against the contract and the roles' argument specs; collects every problem."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .contract import CONTRACT, FOREIGN_PREFIXES, MAGIC, OWNED_ENVIRONMENT, SWITCHES, Spec
+
+MINIMUM_CORE = (2, 19)
+MINIMUM_PYTHON = (3, 11)
+
+_SECRET = re.compile(r"(token|password|passwd|secret|credential|private|api_?key)", re.IGNORECASE)
+# Bridges and links that belong to containers and virtual machines; no other node is behind them.
+_CONTAINER_INTERFACE = re.compile(
+    r"^(lo$|docker|br-|veth|virbr|cni|flannel|cali|podman|lxc|lxd|kube|tun|tap|dummy|weave|nodelocaldns)"
+)
+_INSTANCE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+_ENVIRONMENT_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_SHOWN = 120
+_NOT_SET = object()
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing that is wrong, where, and what to do about it."""
+
+    host: str
+    variable: str
+    value: str
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks found: problems, and the values with types and defaults put right."""
+
+    problems: list[Problem]
+    values: dict[str, dict[str, Any]]
+
+
+def show(value: Any, variable: str = "", hidden: bool = False) -> str:
+    """A value for a message: short, and never a secret."""
+    if value is _NOT_SET:
+        return "(not set)"
+    if hidden or _SECRET.search(variable):
+        return "(hidden)"
+    text = value if isinstance(value, str) else json.dumps(_masked(value), default=str, ensure_ascii=False)
+    if isinstance(value, str) and (not value or value != value.strip()):
+        text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: "(hidden)" if _SECRET.search(str(key)) else _masked(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item) for item in value]
+    return value
+
+
+def not_set(host: str, variable: str, problem: str, remedy: str) -> Problem:
+    return Problem(host, variable, show(_NOT_SET), problem, remedy)
+
+
+def render(problems: Iterable[Problem], shown: int = 50) -> str:
+    """All problems as one message; the same problem on many hosts is said once."""
+    hosts: dict[tuple[str, str, str, str], list[str]] = {}
+    for item in problems:
+        hosts.setdefault((item.variable, item.value, item.problem, item.remedy), []).append(item.host)
+    count = len(hosts)
+    lines = [f"{count} problem{'s' if count != 1 else ''} in the inventory; no host was contacted."]
+    for number, ((variable, value, problem, remedy), names) in enumerate(hosts.items(), 1):
+        if number > shown:
+            lines.append(f"... and {count - shown} more")
+            break
+        where = [name for name in dict.fromkeys(names) if name]
+        some = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        lines.append(f"{number}. {variable} = {value}{f' ({some})' if some else ''}: {problem}")
+        lines.append(f"   -> {remedy}")
+    return "\n".join(lines)
+
+
+def check_controller(core: str, python: tuple[int, int]) -> list[Problem]:
+    """The versions on the controller."""
+    problems = []
+    found = tuple(int(part) for part in re.findall(r"\d+", core)[:2])
+    if found < MINIMUM_CORE:
+        problems.append(
+            Problem(
+                "",
+                "ansible-core",
+                core,
+                f"this version is not supported; {'.'.join(map(str, MINIMUM_CORE))} is the oldest that is",
+                "run `make venv` and use .venv/bin/ansible-playbook, or install ansible-core>=2.19",
+            )
+        )
+    if python < MINIMUM_PYTHON:
+        problems.append(
+            Problem(
+                "",
+                "python",
+                ".".join(map(str, python)),
+                f"the controller needs Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer",
+                "run `make venv` with a newer Python",
+            )
+        )
+    return problems
+
+
+def validate(
+    hosts: Mapping[str, Mapping[str, Any]],
+    roles: Mapping[str, Spec],
+    extra: Iterable[str] = (),
+    names: Mapping[str, Iterable[str]] | None = None,
+) -> Checked:
+    """Check every variable of every host.
+
+    `hosts` holds the values of variables that are known; `names` every name that is defined, known or not (left out, the
+    keys of `hosts`). `roles` are the options of all roles, `extra` the names that came with -e.
+    """
+    problems: list[Problem] = []
+    known = {**roles, **{name: spec for name, spec in CONTRACT.items() if name not in roles}}
+    extra = frozenset(extra)
+    memo: dict[tuple[str, int], tuple[Any, list[Problem]]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    suggestions: dict[str, str] = {}
+    for host, variables in hosts.items():
+        for name in sorted(names[host] if names is not None else variables):
+            if name in known or _foreign(name):
+                continue
+            if name in SWITCHES:
+                if name not in extra:
+                    problems.append(
+                        Problem(
+                            host,
+                            name,
+                            show(variables.get(name, "(set)"), name),
+                            "is a switch for one run, not a variable of the inventory",
+                            f"remove it, and give it when you need it: -e {name}=...",
+                        )
+                    )
+                continue
+            if name not in suggestions:
+                suggestions[name] = _suggest(name, [*known, *SWITCHES])
+            source = "unknown variable, given with -e" if name in extra else "unknown variable"
+            problems.append(
+                Problem(
+                    "" if name in extra else host,
+                    name,
+                    show(variables.get(name, "(set)"), name, hidden=name not in variables),
+                    source,
+                    suggestions[name] or "remove it, or begin its name with site_ if it is a helper of your own",
+                )
+            )
+        checked: dict[str, Any] = {}
+        for name, value in variables.items():
+            if name not in known:
+                continue
+            # Hosts of one group share the very same object: check it once.
+            memo_key = (name, id(value))
+            if memo_key not in memo:
+                memo[memo_key] = check_value(value, known[name], name, contract=name in CONTRACT)
+            coerced, found = memo[memo_key]
+            checked[name] = coerced
+            at = "" if CONTRACT.get(name, {}).get("scope") == "cluster" else host
+            problems += [Problem(at, item.variable, item.value, item.problem, item.remedy) for item in found]
+            if name == "cluster_address":
+                problems += _check_address(host, coerced)
+            elif name == "cluster_interface":
+                problems += _check_interface(host, coerced)
+        values[host] = checked
+    problems += _duplicate_addresses(values)
+    return Checked(list(dict.fromkeys(problems)), values)
+
+
+def _foreign(name: str) -> bool:
+    return name in MAGIC or name.startswith(FOREIGN_PREFIXES)
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    lowered = {item.lower(): item for item in known}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.7)
+    return f"did you mean {lowered[close[0]]}?" if close else ""
+
+
+def check_value(value: Any, spec: Spec, path: str, contract: bool = False) -> tuple[Any, list[Problem]]:
+    """Check one value; returns it with the right type and with defaults filled in."""
+    found: list[Problem] = []
+    coerced = _check(value, spec, path, found, bool(spec.get("no_log")))
+    if contract and path == "vllm_instances" and isinstance(coerced, Mapping):
+        _check_instance_names(coerced, found)
+    return coerced, found
+
+
+def _check(value: Any, spec: Spec, path: str, found: list[Problem], hidden: bool) -> Any:
+    if value is None and not spec.get("required"):
+        return spec.get("default")
+    alternatives = spec.get("any_of")
+    if alternatives:
+        return _check_any(value, alternatives, path, found, hidden)
+    kind = str(spec.get("type", "str"))
+    ok, coerced = _coerce(value, kind)
+    if not ok:
+        found.append(
+            Problem("", path, show(value, path, hidden), f"is not {_ARTICLES.get(kind, kind)}", _example(spec))
+        )
+        return None
+    choices = spec.get("choices")
+    if choices and kind not in ("list",) and coerced not in choices:
+        hint = _suggest(str(coerced), map(str, choices))
+        found.append(
+            Problem(
+                "",
+                path,
+                show(value, path, hidden),
+                "is not one of the choices",
+                (f"{hint} " if hint else "") + f"choose {', '.join(map(str, choices))}",
+            )
+        )
+        return None
+    low, high = spec.get("minimum"), spec.get("maximum")
+    if isinstance(coerced, int) and not isinstance(coerced, bool):
+        if low is not None and coerced < low:
+            found.append(Problem("", path, show(value), f"is less than {low}", f"use {low} or more"))
+        if high is not None and coerced > high:
+            found.append(Problem("", path, show(value), f"is more than {high}", f"use {high} or less"))
+    if isinstance(coerced, Mapping):
+        return _check_mapping(coerced, spec, path, found, hidden)
+    if isinstance(coerced, list) and spec.get("elements"):
+        inner = {**spec, "type": spec["elements"]}
+        inner.pop("elements")
+        return [_check(item, inner, f"{path}[{index}]", found, hidden) for index, item in enumerate(coerced)]
+    return coerced
+
+
+def _check_any(value: Any, alternatives: list[Spec], path: str, found: list[Problem], hidden: bool) -> Any:
+    attempts = []
+    for alternative in alternatives:
+        trial: list[Problem] = []
+        coerced = _check(value, alternative, path, trial, hidden)
+        if not trial:
+            return coerced
+        right_type = _coerce(value, str(alternative["type"]))[0]
+        attempts.append((not right_type, "choices" in alternative, trial))
+    # Explain against the alternative whose type the user meant.
+    attempts.sort(key=lambda item: item[:2])
+    wrong_type, is_choice, trial = attempts[0]
+    if wrong_type or (is_choice and len(trial) == 1):
+        forms = " or ".join(
+            "/".join(map(str, item["choices"])) if "choices" in item else _ARTICLES[str(item["type"])]
+            for item in alternatives
+        )
+        found.append(Problem("", path, show(value, path, hidden), f"is not {forms}", f"give {forms}"))
+    else:
+        found += trial
+    return None
+
+
+def _check_mapping(value: Mapping[Any, Any], spec: Spec, path: str, found: list[Problem], hidden: bool) -> Any:
+    options: Spec | None = spec.get("options")
+    if "keys" in spec:
+        inner: Spec = {"type": "dict", "options": options, "required": True} if options else dict(spec["value"])
+        return {str(key): _check(item, inner, f"{path}.{key}", found, hidden) for key, item in value.items()}
+    if options is None:
+        return dict(value)
+    aliases = {alias: name for name, option in options.items() for alias in option.get("aliases", ())}
+    checked: dict[str, Any] = {}
+    for key, item in value.items():
+        name = aliases.get(str(key), str(key))
+        if name not in options:
+            hint = _suggest(str(key), options)
+            found.append(
+                Problem(
+                    "",
+                    f"{path}.{key}",
+                    show(item, str(key), hidden),
+                    "unknown key",
+                    hint or f"remove it; known keys: {', '.join(options)}",
+                )
+            )
+            continue
+        option = options[name]
+        checked[name] = _check(item, option, f"{path}.{key}", found, hidden or bool(option.get("no_log")))
+    for name, option in options.items():
+        if name in checked:
+            continue
+        if option.get("required"):
+            text = str(option.get("description", ""))
+            found.append(not_set("", f"{path}.{name}", "is required", f"set it: {_plain_markup(text)}"))
+        elif "default" in option:
+            checked[name] = option["default"]
+    return checked
+
+
+def _plain_markup(text: Any) -> str:
+    joined = " ".join(text) if isinstance(text, list) else str(text)
+    return re.sub(r"[CIBVOU]\(([^()]*)\)", r"\1", joined)
+
+
+_ARTICLES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "path": "a path",
+    "list": "a list",
+    "dict": "a dictionary",
+}
+_TRUE = {"yes", "true", "on", "y", "t", "1"}
+_FALSE = {"no", "false", "off", "n", "f", "0"}
+
+
+def _example(spec: Spec) -> str:
+    if spec.get("choices"):
+        return f"choose {', '.join(map(str, spec['choices']))}"
+    if spec.get("default") is not None:
+        return f"for example {json.dumps(spec['default'])}"
+    text = _plain_markup(spec.get("description", ""))
+    return f"give {_ARTICLES.get(str(spec.get('type', 'str')), 'a value')}" + (f": {text}" if text else "")
+
+
+def _coerce(value: Any, kind: str) -> tuple[bool, Any]:
+    """As Ansible's argument specs convert values, but without turning containers into text."""
+    if kind in ("raw", "any", "json", "jsonarg"):
+        return True, value
+    if kind in ("str", "path"):
+        if isinstance(value, bool | Mapping | list):
+            return False, None
+        return True, str(value)
+    if kind == "bool":
+        if isinstance(value, bool):
+            return True, value
+        text = str(value).lower()
+        return text in _TRUE | _FALSE, text in _TRUE
+    if kind in ("int", "bits", "bytes"):
+        if isinstance(value, bool):
+            return False, None
+        if isinstance(value, int):
+            return True, value
+        if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", value):
+            return True, int(value)
+        return kind != "int" and isinstance(value, str), value
+    if kind == "float":
+        if isinstance(value, bool):
+            return False, None
+        try:
+            return True, float(value)
+        except (TypeError, ValueError):
+            return False, None
+    if kind == "list":
+        return isinstance(value, list | tuple), list(value) if isinstance(value, list | tuple) else None
+    if kind == "dict":
+        return isinstance(value, Mapping), value
+    return True, value
+
+
+def _check_instance_names(instances: Mapping[Any, Any], found: list[Problem]) -> None:
+    seen: dict[str, str] = {}
+    for key, instance in instances.items():
+        name = str(key)
+        if not _INSTANCE_NAME.match(name):
+            found.append(
+                Problem(
+                    "",
+                    f"vllm_instances.{name}",
+                    name,
+                    "can't be the name of an instance: it names a unit and files",
+                    "use letters, digits, dot, dash and underscore, beginning with a letter or digit, at most 63",
+                )
+            )
+        other = seen.setdefault(name.casefold(), name)
+        if other != name:
+            found.append(
+                Problem(
+                    "",
+                    f"vllm_instances.{name}",
+                    name,
+                    f"duplicate instance name: {other} differs only in case",
+                    "rename one of them",
+                )
+            )
+        environment = instance.get("environment") if isinstance(instance, Mapping) else None
+        if isinstance(environment, Mapping):
+            found += _check_environment(f"vllm_instances.{name}.environment", environment)
+
+
+def _check_environment(path: str, environment: Mapping[Any, Any]) -> Iterator[Problem]:
+    for key, value in environment.items():
+        name = str(key)
+        where = f"{path}.{name}"
+        if not _ENVIRONMENT_NAME.match(name):
+            yield Problem("", where, show(value, name), "is no name of an environment variable", "use A-Z, 0-9 and _")
+        elif name in OWNED_ENVIRONMENT:
+            yield Problem(
+                "", where, show(value, name), "is set by ironrack", f"remove it; use {OWNED_ENVIRONMENT[name]}"
+            )
+        elif _SECRET.search(name):
+            yield Problem(
+                "",
+                where,
+                "(hidden)",
+                "looks like a secret, and this environment is part of the plan, which is shown",
+                "remove it; secrets have variables of their own in the roles that use them",
+            )
+
+
+def _check_address(host: str, value: Any) -> Iterator[Problem]:
+    if value is None:
+        return
+    remedy = "give the IP address of the node's interface on the cluster network, for example 10.0.0.11"
+    try:
+        address = ipaddress.ip_address(str(value))
+    except ValueError:
+        yield Problem(
+            host, "cluster_address", show(value), "is not an IP address (names and networks are not taken)", remedy
+        )
+        return
+    kind = (
+        "a loopback"
+        if address.is_loopback
+        else "a multicast"
+        if address.is_multicast
+        else "an unspecified"
+        if address.is_unspecified
+        else "a link-local"
+        if address.is_link_local
+        else ""
+    )
+    if kind:
+        yield Problem(host, "cluster_address", show(value), f"is {kind} address, which other nodes can't reach", remedy)
+
+
+def _check_interface(host: str, value: Any) -> Iterator[Problem]:
+    if isinstance(value, str) and _CONTAINER_INTERFACE.match(value):
+        yield Problem(
+            host,
+            "cluster_interface",
+            value,
+            "belongs to containers, virtual machines or the node itself; no other node is behind it",
+            "give the interface of the cluster network, for example eth1 or ib0 (see `ip -br address`)",
+        )
+
+
+def _duplicate_addresses(values: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    owners: dict[str, str] = {}
+    for host in sorted(values):
+        address = values[host].get("cluster_address")
+        if not address:
+            continue
+        try:
+            key = str(ipaddress.ip_address(str(address)))
+        except ValueError:
+            continue
+        first = owners.setdefault(key, host)
+        if first != host:
+            yield Problem(
+                host,
+                "cluster_address",
+                show(address),
+                f"duplicate: {first} has the same address",
+                "give each node its own cluster_address in host variables, not in group variables",
+            )
