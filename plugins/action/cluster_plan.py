@@ -40,7 +40,7 @@ class ActionModule(ActionBase):
         collected = Collected(task_vars, self._templar, _role_options())
         options = {"require_addresses": arguments["require_addresses"]}
         inputs = cluster.digest([collected.inputs(), options, _code_digest()])
-        known = task_vars.get(_FACT) or task_vars.get("ansible_facts", {}).get(_FACT)
+        known = task_vars.get("ansible_facts", {}).get(_FACT)
         if isinstance(known, Mapping) and known.get("inputs") == inputs:
             return self._success(result, collected.plain(known))
 
@@ -64,11 +64,9 @@ class ActionModule(ActionBase):
 
     @staticmethod
     def _success(result: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-        result["changed"] = False
-        result["report"] = plan["report"]
-        result["plan"] = plan
-        result["ansible_facts"] = {_FACT: plan}
-        return result
+        # The plan is the result as well as a fact: `register: ironrack_plan` gives it a name of its own on every host
+        # without writing it into the fact cache of each. Ansible itself shows its warnings.
+        return {**result, **plan, "changed": False, "ansible_facts": {_FACT: plan}}
 
 
 class Collected:

@@ -36,11 +36,11 @@ EXAMPLES = r"""
 - name: Plan the cluster from the inventory
   ironrack.vllm.cluster_plan:
   run_once: true
-  register: cluster
+  register: ironrack_plan
 
 - name: Show the plan
   ansible.builtin.debug:
-    msg: "{{ cluster.report }}"
+    msg: "{{ ironrack_plan.report }}"
   run_once: true
 """
 
@@ -53,8 +53,9 @@ ansible_facts:
     ironrack_plan:
       description: Nodes, addresses, Ray, instances with the arguments of each unit, warnings.
       type: dict
-plan:
-  description: The same plan.
+instances:
+  description:
+    - Every key of the plan is a key of the result too, so that C(register: ironrack_plan) names the plan itself.
   returned: success
   type: dict
 report:

@@ -410,7 +410,9 @@ class Builder:
         self.check_ports(planned)
         if self.problems:
             return {}
-        return self._assemble(planned, nodes, addresses, head, workers, variant, version)
+        return self._assemble(
+            planned, nodes, addresses=addresses, ray=(head, workers), variant=variant, version=version
+        )
 
     def _version_known(self, version: str) -> bool:
         try:
@@ -432,12 +434,13 @@ class Builder:
         self,
         engines: list[Engine],
         nodes: list[str],
+        *,
         addresses: Mapping[str, str | None],
-        head: str | None,
-        workers: list[str],
+        ray: tuple[str | None, list[str]],
         variant: str,
         version: str,
     ) -> dict[str, Any]:
+        head, workers = ray
         hosts: dict[str, dict[str, Any]] = {host: {"ray": None, "instances": []} for host in nodes}
         ray_gpus: dict[str, int] = {}
         described = {}

@@ -44,7 +44,7 @@ _INSTANCE: Spec = {
             },
             "repo": {
                 "type": "str",
-                "description": "Repository on the Hugging Face hub, C(org/name). Names the folder when C(path) is left out.",
+                "description": "Repository on the hub, C(org/name). Names the folder when C(path) is left out.",
             },
             "revision": {"type": "str", "description": "Commit of the repository; pin it."},
             "config": {
@@ -88,7 +88,7 @@ _INSTANCE: Spec = {
         "type": "str",
         "choices": ["auto", "ray", "mp"],
         "default": "auto",
-        "description": "What starts the ranks. C(auto) is C(mp) on one node and C(ray) on several; C(mp) works on several too.",
+        "description": "What starts the ranks. C(auto): C(mp) on one node, C(ray) on several (C(mp) works there too).",
     },
     "disaggregation": {
         "type": "dict",
@@ -137,7 +137,7 @@ CONTRACT: dict[str, Spec] = {
     "cluster_interface": {
         "type": "str",
         "scope": "host",
-        "description": "The network interface of the node for traffic between nodes. Never guessed on a multi-homed node.",
+        "description": "The node's interface for traffic between nodes. Never guessed on a multi-homed node.",
     },
     "cluster_address": {
         "type": "str",

@@ -122,8 +122,8 @@ def validate(
 ) -> Checked:
     """Check every variable of every host.
 
-    `hosts` holds the values of variables that are known; `names` every name that is defined, known or not (left out, the
-    keys of `hosts`). `roles` are the options of all roles, `extra` the names that came with -e.
+    `hosts` holds the values of variables that are known; `names` every name that is defined, known or not (left out,
+    the keys of `hosts`). `roles` are the options of all roles, `extra` the names that came with -e.
     """
     problems: list[Problem] = []
     known = {**roles, **{name: spec for name, spec in CONTRACT.items() if name not in roles}}
