@@ -133,7 +133,7 @@ options:
         type: str
         required: true
       content:
-        description: What it holds.
+        description: What it holds. A newline is added at the end where there is none.
         type: str
         required: true
       mode:
@@ -512,6 +512,8 @@ def main():
         supports_check_mode=True,
     )
     parameters = json.loads(json.dumps(module.params))  # plain types, whatever the tagging of values does
+    for item in parameters["files"]:
+        item["content"] = item["content"].rstrip("\n") + "\n"
     reconciler = Reconciler(parameters, module.check_mode)
     try:
         with hold_lock(parameters["lock"]):

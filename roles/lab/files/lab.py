@@ -4,11 +4,7 @@
 The holder is one small daemon with mount, network, process and IPC namespaces of its own. In there
 /sys/fs/cgroup is a private cgroup2 tree and /run is empty, so podman finds what it finds on a freshly booted host;
 the nodes' bridges live there, nothing in it has a route out, and everything in it ends with the holder.
-Two doors lead through the wall, both served by a child of the holder that stays in the machine's own network:
-
-* the proxy listens inside, at every network's gateway address, and fetches from outside: apt by plain http (packages
-  and indexes are cached), anything else by CONNECT, and only from the hosts of an allow-list;
-* the gate listens outside, on loopback addresses, and forwards to ports of the nodes.
+Two doors lead through the wall (doors.py): a proxy for the nodes, and a gate to their ports for this machine.
 
 Settings come from DIR/lab.json, which role `lab` writes. Standard library only.
 """
@@ -18,12 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import encodings.idna  # noqa: F401  (loaded at the first name lookup; the interpreter's files may be gone by then)
 import errno
 import fcntl
 import hashlib
-import http.client
-import ipaddress
 import json
 import os
 import re
@@ -36,15 +29,10 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 from urllib.parse import urlsplit
 
 RUN = Path("/run/ironrack")
@@ -53,14 +41,13 @@ CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 CA_PUBLIC = Path("/usr/share/ca-certificates")
 IMAGE = "localhost/ironrack-node"
 NFT_TABLE = "ironrack_lab"
+DOORS = Path(__file__).resolve().with_name("doors.py")
 START_TIMEOUT = 30.0
 LOCK_TIMEOUT = 900.0
-PACKAGE_DAYS = 30
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWIPC = 0x00020000, 0x02000000, 0x08000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 16384, 1 << 18
-IP_FREEBIND = 15
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 
@@ -132,8 +119,7 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> bool:
 # --- settings and state -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Lab:
+class Lab(NamedTuple):
     """What DIR/lab.json declares."""
 
     directory: Path
@@ -232,7 +218,7 @@ def locked(path: Path, timeout: float = LOCK_TIMEOUT) -> Iterator[int]:
         os.close(descriptor)
 
 
-# --- the doors: proxy and gate ------------------------------------------------------------------------------------
+# --- what the doors are told --------------------------------------------------------------------------------------
 
 
 def source_hosts(text: str) -> set[str]:
@@ -256,231 +242,42 @@ def allowed_hosts(lab: Lab) -> set[str]:
     return hosts | url_hosts([image["mirror"], image["security_mirror"], *lab.settings["proxy"]["indexes"]])
 
 
-def pump(source: socket.socket, target: socket.socket) -> None:
-    """Copy one direction; hand the end of it on, so that half-closed connections work."""
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
-
-
-def relay(left: socket.socket, right: socket.socket) -> None:
-    back = threading.Thread(target=pump, args=(right, left), daemon=True)
-    back.start()
-    pump(left, right)
-    back.join()
-
-
-def notice_dead_peer(connection: socket.socket) -> None:
-    """A node that went away without a word must not leave a client waiting."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-class Proxy(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, listener: socket.socket, hosts: set[str], cache: Path) -> None:
-        super().__init__(listener.getsockname(), ProxyRequest, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.hosts = hosts
-        self.cache = cache
-        self.files: dict[Path, threading.Lock] = {}
-        self.files_guard = threading.Lock()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        print(f"proxy {client_address[0]}: {sys.exc_info()[1]!r}", file=sys.stderr)
-
-
-class ProxyRequest(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 120
-
-    @property
-    def proxy(self) -> Proxy:
-        return cast(Proxy, self.server)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        print(f"proxy {self.client_address[0]} {format % args}", file=sys.stderr)
-
-    def refuse(self, code: int, why: str) -> None:
-        self.send_response(code, why)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        if url.scheme != "http" or url.hostname not in self.proxy.hosts:
-            return self.refuse(403, f"{url.hostname} is not on the lab's list (lab_proxy_hosts)")
-        if not (url.path.endswith((".deb", ".udeb")) or "/by-hash/" in url.path):
-            return self.fetch(None)
-        path = self.proxy.cache / hashlib.sha256(self.path.encode()).hexdigest()
-        with self.proxy.files_guard:
-            lock = self.proxy.files.setdefault(path, threading.Lock())
-        # One fetch serves all nodes. A client that waited too long fetches for itself: apt gives up after 30 s.
-        mine = lock.acquire(timeout=15)
-        try:
-            if path.exists():
-                os.utime(path)
-                return self.send_file(path)
-            return self.fetch(path if mine else None)
-        finally:
-            if mine:
-                lock.release()
-
-    def send_file(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.send_response(200)
-            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
-            self.end_headers()
-            shutil.copyfileobj(file, self.wfile, 1 << 20)
-
-    def fetch(self, keep: Path | None) -> None:
-        """Stream an answer through, and keep a copy where asked to: of a whole answer only."""
-        wanted = ("if-modified-since", "if-none-match", "user-agent", "accept")
-        headers = {key: value for key, value in self.headers.items() if key.lower() in wanted}
-        try:
-            answer = urllib.request.urlopen(urllib.request.Request(self.path, headers=headers), timeout=30)  # noqa: S310
-        except urllib.error.HTTPError as problem:
-            return self.refuse(problem.code, problem.reason)
-        except (OSError, http.client.HTTPException) as problem:
-            return self.refuse(502, str(problem).splitlines()[0])
-        with answer, contextlib.ExitStack() as stack:
-            length = answer.headers["Content-Length"]
-            self.send_response(200)
-            for name in ("Content-Length", "Content-Type", "Last-Modified", "ETag"):
-                if value := answer.headers[name]:
-                    self.send_header(name, value)
-            if length is None:
-                self.send_header("Connection", "close")
-            self.end_headers()
-            copy = None
-            if keep and length:
-                copy = stack.enter_context(tempfile.NamedTemporaryFile(dir=keep.parent, delete=False))
-                stack.callback(Path(copy.name).unlink, missing_ok=True)
-            done = 0
-            while data := answer.read(1 << 16):
-                done += len(data)
-                self.wfile.write(data)
-                if copy:
-                    copy.write(data)
-            if length and done != int(length):
-                self.close_connection = True
-            elif keep and copy:
-                copy.flush()
-                Path(copy.name).replace(keep)
-
-    def do_CONNECT(self) -> None:
-        host, _, port = self.path.rpartition(":")
-        if host not in self.proxy.hosts or port != "443":
-            return self.refuse(403, f"{host}:{port} is not on the lab's list (lab_proxy_hosts)")
-        try:
-            upstream = socket.create_connection((host, 443), 30)
-        except OSError as problem:
-            return self.refuse(502, str(problem))
-        with upstream:
-            upstream.settimeout(None)
-            self.connection.settimeout(None)
-            self.send_response(200)
-            self.end_headers()
-            self.close_connection = True
-            relay(self.connection, upstream)
-
-
-@dataclass(frozen=True)
-class Forward:
-    listen: tuple[str, int]
-    target: tuple[str, int]
-
-
-def forwards(settings: dict[str, Any]) -> list[Forward]:
+def forwards(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The gate's ports: where each listens on the machine, and the node's port behind it."""
     found = []
     for node in settings["nodes"]:
         for forward in node["forwards"]:
             host, _, port = str(forward["listen"]).rpartition(":")
-            if not ipaddress.ip_address(host).is_loopback:
+            if not is_loopback(host):
                 raise LabError(f"forward {forward['listen']} of {node['name']}: only loopback addresses are served")
             network = forward.get("network") or next(iter(node["addresses"]))
-            target = (str(node["addresses"][network]), int(forward["port"]))
-            found.append(Forward((host, int(port)), target))
+            target = [str(node["addresses"][network]), int(forward["port"])]
+            found.append({"listen": [host, int(port)], "target": target})
     return found
 
 
-def through_gate(client: socket.socket, target: tuple[str, int], inside: int) -> None:
-    with client:
-        try:
-            setns(inside, CLONE_NEWNET)  # of this thread alone
-            node = socket.create_connection(target, 5)
-        except OSError:
-            # As a closed port would: a reset, not a polite end.
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return
-        with node:
-            node.settimeout(None)
-            notice_dead_peer(node)
-            relay(client, node)
+def is_loopback(address: str) -> bool:
+    return bool(re.fullmatch(r"127(\.\d{1,3}){3}", address))
 
 
-def serve_gate(listeners: dict[socket.socket, tuple[str, int]], inside: int) -> NoReturn:
-    with selectors.DefaultSelector() as selector:
-        for listener in listeners:
-            selector.register(listener, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                listener = cast(socket.socket, key.fileobj)
-                with contextlib.suppress(OSError):
-                    client, _ = listener.accept()
-                    arguments = (client, listeners[listener], inside)
-                    threading.Thread(target=through_gate, args=arguments, daemon=True).start()
-
-
-def listen(address: tuple[str, int]) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)  # a gateway's address comes and goes with its bridge
-    try:
-        listener.bind(address)
-    except OSError as problem:
-        raise LabError(f"cannot listen on {address[0]}:{address[1]}: {problem.strerror}") from None
-    listener.listen(128)
-    return listener
-
-
-def prune_packages(cache: Path) -> None:
-    oldest = time.time() - PACKAGE_DAYS * 86400
-    for path in cache.iterdir():
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < oldest:
-                path.unlink()
-
-
-def serve(lab: Lab, outside: int, inside: int, starting: Sequence[int]) -> NoReturn:
-    """The two doors; runs in the machine's mount and network namespaces, the sockets inside excepted."""
-    gate = {listen(forward.listen): forward.target for forward in forwards(lab.settings)}
-    setns(inside, CLONE_NEWNET)
+def door_orders(lab: Lab, outside: int, inside: int, starting: Sequence[int]) -> dict[str, Any]:
+    proxy = lab.settings["proxy"]
     addresses = ["127.0.0.1", *(network["gateway"] for network in lab.settings["networks"])]
-    inner = [listen((address, lab.settings["proxy"]["port"])) for address in addresses]
-    setns(outside, CLONE_NEWNET)
-    packages = lab.cache / "apt"
-    packages.mkdir(parents=True, exist_ok=True)
-    prune_packages(packages)
-    hosts = allowed_hosts(lab)
-    write_state(lab, None)
-    for descriptor in starting:
-        os.close(descriptor)
-    for listener in inner:
-        threading.Thread(target=Proxy(listener, hosts, packages).serve_forever, daemon=True).start()
-    serve_gate(gate, inside)
+    return {
+        "outside": outside,
+        "inside": inside,
+        "starting": list(starting),
+        "gate": forwards(lab.settings),
+        "proxy": [[address, proxy["port"]] for address in addresses],
+        "hosts": sorted(allowed_hosts(lab)),
+        "cache": str(lab.cache / "apt"),
+    }
 
 
-def write_state(lab: Lab, error: str | None) -> None:
+def state_text(lab: Lab, error: str | None) -> str:
+    """What the doors write down of the holder, their parent."""
     status = Path("/proc/self/status").read_text()
-    pid = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
+    pid = int(status.split("PPid:")[1].split()[0])
     state = {
         "name": lab.name,
         "dir": str(lab.directory),
@@ -492,7 +289,7 @@ def write_state(lab: Lab, error: str | None) -> None:
         "written": time.monotonic_ns(),
         "error": error,
     }
-    write_atomic(run_directory(lab.name) / "holder.json", json.dumps(state, indent=1) + "\n")
+    return json.dumps(state, indent=1) + "\n"
 
 
 # --- the holder ---------------------------------------------------------------------------------------------------
@@ -539,17 +336,29 @@ def start_doors(directory: Path, machine: dict[str, int], inside: int, starting:
     pid = os.fork()
     if pid:
         return pid
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    setns(machine["mnt"], CLONE_NEWNS)
-    setns(machine["net"], CLONE_NEWNET)
-    lab = load(directory)
     try:
-        serve(lab, machine["net"], inside, starting)
-    except Exception as problem:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        setns(machine["mnt"], CLONE_NEWNS)
+        setns(machine["net"], CLONE_NEWNET)
+        lab = load(directory)
+        state = run_directory(lab.name) / "holder.json"
+        for descriptor in (machine["net"], inside, *starting):
+            os.set_inheritable(descriptor, True)
+        try:
+            orders = door_orders(lab, machine["net"], inside, starting)
+            orders |= {"state": str(state), "good": state_text(lab, None), "bad": state_text(lab, "{error}")}
+        except LabError as problem:
+            write_atomic(state, state_text(lab, str(problem)))
+            os._exit(3)
+        paper = os.memfd_create("orders")
+        os.write(paper, json.dumps(orders).encode())
+        os.lseek(paper, 0, os.SEEK_SET)
+        os.dup2(paper, 0)
+        os.execv(sys.executable, [sys.executable, str(DOORS), lab.name])  # noqa: S606
+    except BaseException as problem:
         print(f"doors: {problem!r}", file=sys.stderr)
-        write_state(lab, str(problem))
     finally:
-        os._exit(3)
+        os._exit(1)
 
 
 def hold(lab: Lab, starting: Sequence[int]) -> NoReturn:
@@ -1003,25 +812,35 @@ def command_images(lab: Lab) -> int:
 # --- the machine --------------------------------------------------------------------------------------------------
 
 
-def pip_setting(name: str) -> list[str]:
-    """A pip setting of this machine, from its environment or its configuration files."""
-    value = os.environ.get(f"PIP_{name.replace('-', '_').upper()}", "")
+def pip_settings() -> dict[str, list[str]]:
+    """pip's settings on this machine, from its environment and its configuration files."""
     for command in ([sys.executable, "-m", "pip"], ["pip3"]):
-        if value:
-            break
         with contextlib.suppress(OSError):
-            arguments = [*command, "config", "get", f"global.{name}"]
-            value = subprocess.run(arguments, capture_output=True, text=True, check=False).stdout
-    return value.split()
+            done = subprocess.run([*command, "config", "list"], capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return parse_pip_settings(done.stdout)
+    return {}
+
+
+def parse_pip_settings(text: str) -> dict[str, list[str]]:
+    """`pip config list` as name -> words; settings of single commands are left out."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition("=")
+        section, _, name = name.rpartition(".")
+        if section in ("global", "install", ":env:"):
+            # pip prints a Python literal: several lines of a file come as \\n.
+            found.setdefault(name, []).extend(value.strip("'\"").replace("\\n", " ").split())
+    return found
 
 
 def command_facts() -> int:
     """What the role wants to know of this machine: local wheel folders and configured indexes."""
-    folders = [word.removeprefix("file://") for word in pip_setting("find-links")]
-    names = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL")
-    indexes = [word for name in names for word in os.environ.get(name, "").split()]
-    for name in ("index-url", "extra-index-url"):
-        indexes += pip_setting(name)
+    pip = pip_settings()
+    folders = [word.removeprefix("file://") for word in pip.get("find-links", [])]
+    indexes = pip.get("index-url", []) + pip.get("extra-index-url", [])
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"):
+        indexes += os.environ.get(name, "").split()
     return emit(
         wheels=[folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()],
         indexes=[index for index in dict.fromkeys(indexes) if index.startswith(("http://", "https://"))],
