@@ -411,6 +411,7 @@ class Release:
         self.archives = os.path.join(params["cache_dir"], "releases")
         self.archive_path = os.path.join(self.archives, f"{self.id}.tar.zst")
         self.python = os.path.join(self.path, "bin", "python")
+        self.lock_handles = []
         self.actions = []
         self.changed = False
 
@@ -497,7 +498,7 @@ class Release:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             os.set_inheritable(handle, True)
-            self.lock_handles = [*getattr(self, "lock_handles", []), handle]
+            self.lock_handles.append(handle)
             waited = False
             deadline = time.monotonic() + patience
             while True:
@@ -515,33 +516,33 @@ class Release:
                     time.sleep(0.5)
             yield
         finally:
-            self.lock_handles = [item for item in self.lock_handles if item != handle]
+            self.lock_handles.remove(handle)
             os.close(handle)
 
     def run(self, argv, environment=None, explain=None, **options):
         """Run a program with its output in the log; on failure the end of the output goes into the error."""
-        self.log("running " + " ".join(argv))
-        done = subprocess.run(
+        self.log("running " + " ".join(argv).replace("\n", "; "))
+        output = []
+        with subprocess.Popen(
             argv,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            pass_fds=getattr(self, "lock_handles", []),
-            check=False,
+            pass_fds=self.lock_handles,
             **options,
-        )
-        for line in done.stdout.splitlines():
-            self.log("  " + line)
-        if done.returncode:
-            tail = "\n".join(done.stdout.strip().splitlines()[-15:])
-            hint = explain(done.stdout) if explain else ""
+        ) as process:
+            for line in process.stdout:
+                self.log("  " + line.rstrip())
+                output.append(line)
+        if process.returncode:
+            hint = explain("".join(output)) if explain else ""
             raise ReleaseError(
-                f"{hint}{os.path.basename(argv[0])} failed with status {done.returncode} on {socket.gethostname()} "
-                f"(log: {self.params['log_path']}):\n{tail}"
+                f"{hint}{os.path.basename(argv[0])} failed with status {process.returncode} on {socket.gethostname()} "
+                f"(log: {self.params['log_path']}):\n{''.join(output[-15:]).strip()}"
             )
-        return done.stdout
+        return "".join(output)
 
     # -- built
 
@@ -795,15 +796,14 @@ class Release:
             self.id,
         ]
         digest, size = hashlib.sha256(), 0
-        handles = getattr(self, "lock_handles", [])
         with open(partial, "wb") as stream:
-            writer = subprocess.Popen(tar, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=handles)
+            writer = subprocess.Popen(tar, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=self.lock_handles)
             packer = subprocess.Popen(
                 ["zstd", "--quiet", "--stdout", "-T0", "-3"],
                 stdin=writer.stdout,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=handles,
+                pass_fds=self.lock_handles,
             )
             writer.stdout.close()
             for block in iter(lambda: packer.stdout.read(CHUNK), b""):
@@ -1012,7 +1012,9 @@ class Release:
             return {"diff": diff}
         if self.marker() is None:
             raise ReleaseError(f"{self.path} is not complete; {self.link} stays at {previous or 'nothing'}")
-        self.prove()
+        marker = self.marker()
+        if (marker["built_on"], marker["python"]) != (socket.gethostname(), self.interpreter_version()):
+            self.prove()  # where it was built it was proven before it was finished
         partial = f"{self.link}.part"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
