@@ -32,7 +32,7 @@ class ActionModule(ActionBase):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)
         _check_controller()
-        # Imported late: the message about an old Python must come from a file that an old Python can read.
+        # Imported late, since an old Python can't read it.
         from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import cluster, validate  # noqa: PLC0415
 
         _, arguments = self.validate_argument_spec({"require_addresses": {"type": "bool", "default": True}})
@@ -165,18 +165,12 @@ class Collected:
 
 
 def _check_controller() -> None:
-    """In words that every Python can say, before anything else is imported."""
-    core = tuple(int(part) for part in core_version.split(".")[:2])
-    if core < (2, 19):
-        raise AnsibleActionFail(
-            f"ansible-core = {core_version} is not supported. Run `make venv` and use .venv/bin/ansible-playbook, "
-            "or install ansible-core>=2.19."
-        )
-    if sys.version_info < (3, 11):
-        raise AnsibleActionFail(
-            f"python = {sys.version.split()[0]} is not supported on the controller. Run `make venv` with Python 3.11 "
-            "or newer."
-        )
+    # Imports nothing else of the collection: an old Python must be able to read what refuses it.
+    from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import validate  # noqa: PLC0415
+
+    problems = validate.check_controller(core_version, sys.version_info[:2])
+    if problems:
+        raise AnsibleActionFail(validate.render(problems))
 
 
 def _set_during_run(manager: Any, host: str) -> Iterator[str]:

@@ -55,7 +55,7 @@ ansible_facts:
       type: dict
 instances:
   description:
-    - Every key of the plan is a key of the result too, so that C(register: ironrack_plan) names the plan itself.
+    - Every key of the plan is a key of the result too, so that it can be registered as C(ironrack_plan).
   returned: success
   type: dict
 report:

@@ -95,6 +95,11 @@ def _beside(model: Mapping[str, Any], inventory_dir: Path | None) -> Path:
 
 def _load(variable: str, value: str, path: Path, remedy: str) -> tuple[dict[str, Any] | None, list[Problem]]:
     try:
-        return load_config(path), []
+        config = load_config(path)
+        # Some publishers keep the quantization in a file of its own.
+        for beside in (path.with_name("hf_quant_config.json"), path.with_name(f"{path.stem}.hf_quant_config.json")):
+            if "quantization_config" not in config and beside.is_file():
+                config["hf_quant_config"] = load_config(beside)
+        return config, []
     except ModelConfigError as error:
         return None, [Problem("", variable, show(value), str(error), remedy)]

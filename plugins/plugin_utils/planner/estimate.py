@@ -238,7 +238,7 @@ def _linear_bytes(model: Model, plain: float, online_fp8: bool) -> float:
 def _kv_bytes(model: Model, layout: Layout, layers: int, flags: Mapping[str, Any]) -> float:
     asked = str(flags.get("kv_cache_dtype", "auto"))
     if asked == "auto":
-        size: float = _dtype_bytes(model, flags)
+        size: float = 1 if model.quantization and model.quantization.fp8_kv else _dtype_bytes(model, flags)
     elif asked in _KV_BYTES:
         size = _KV_BYTES[asked]
     else:

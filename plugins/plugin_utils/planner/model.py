@@ -50,6 +50,7 @@ class Quantization:
     group_size: int | None
     block: tuple[int, int] | None
     ignored: tuple[str, ...]
+    fp8_kv: bool
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,7 @@ def _quantization(
 ) -> Quantization | None:
     found = config.get("quantization_config") or text.get("quantization_config") or config.get("compression_config")
     if not isinstance(found, Mapping):
+        beside = beside or config.get("hf_quant_config")
         if not isinstance(beside, Mapping) or not isinstance(beside.get("quantization"), Mapping):
             return None
         inner = beside["quantization"]
@@ -301,6 +303,7 @@ def _quantization(
             "quant_method": str(inner.get("quant_algo", "")).lower(),
             "group_size": inner.get("group_size"),
             "ignore": inner.get("exclude_modules"),
+            "kv_cache_quant_algo": inner.get("kv_cache_quant_algo"),
         }
     method = str(found.get("quant_method", "")).lower()
     bits = _optional(found, "bits")
@@ -321,7 +324,9 @@ def _quantization(
         value = found.get(key)
         if isinstance(value, list):
             ignored += [item for item in value if isinstance(item, str)]
-    return Quantization(method, bits, group, block, tuple(ignored))
+    # With kv_cache_dtype left at auto, vLLM follows the checkpoint.
+    fp8_kv = str(found.get("kv_cache_quant_algo", "")).upper() == "FP8" or bool(found.get("kv_cache_scheme"))
+    return Quantization(method, bits, group, block, tuple(ignored), fp8_kv)
 
 
 def _optional(config: Mapping[str, Any], key: str) -> int | None:

@@ -323,10 +323,10 @@ def _on(model: Model, nodes: list[Node], room: int, request: Request) -> Iterato
             stages = [count * each for each in range(1, room // tensor + 1)]
         for pipeline in stages:
             layout = _layout(tensor, pipeline, request)
-            # Ranks are laid out node by node, so each node must hold a whole number of them.
+            # Ranks are laid out node by node: each holds as many, and whole tensor groups unless one fits no node.
             if layout.world % count or layout.world // count > room:
                 continue
-            if tensor > room and not _spans_nodes(nodes):
+            if (layout.world // count) % tensor and not (tensor > room and _spans_nodes(nodes)):
                 continue
             if holds(model, layout):
                 yield Candidate(layout, tuple(nodes), layout.world // count)

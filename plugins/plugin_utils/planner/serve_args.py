@@ -111,6 +111,7 @@ def flag_name(key: str, version: str) -> str:
 def check_args(args: Mapping[str, Any], version: str) -> dict[str, Any]:
     """`args` of an instance with every key as its flag; raises on the first key that can't be used."""
     checked: dict[str, Any] = {}
+    _load(version)
     for key, value in args.items():
         name = flag_name(str(key), version)
         if name in OWNED:

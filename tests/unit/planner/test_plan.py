@@ -1,0 +1,214 @@
+"""Placement."""
+# ruff: noqa: PLR0917  # parametrized
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors import PlannerError
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.estimate import estimate
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.model import parse_config
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.plan import plan
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.rules import Layout, holds
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+H200 = {"name": "NVIDIA H200", "memory_total_mib": 143771}
+H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_total_mib": 81559}
+L4 = {"name": "NVIDIA L4", "memory_total_mib": 23034}
+
+
+def nodes(*counts: int, gpu: dict = H200, fabric: str = "tcp") -> list[dict]:
+    return [{"name": f"n{i}", "gpus": [gpu] * count, "inter_node": fabric} for i, count in enumerate(counts, 1)]
+
+
+def test_tensor_inside_pipeline_across(model_config) -> None:
+    result = plan(model_config("dense_72b"), nodes(8, 8), context_length=32768, concurrency=64)
+    assert (result["tensor_parallel_size"], result["pipeline_parallel_size"]) == (8, 2)
+    assert result["distributed_executor_backend"] == "ray"
+    assert result["replicas"][0]["nodes"] == ["n1", "n2"]
+    assert result["estimate"]["fits"]
+    assert result["max_num_seqs"] == 64
+
+
+def test_one_node_needs_no_ray(model_config) -> None:
+    result = plan(model_config("dense_8b"), nodes(1))
+    assert (result["tensor_parallel_size"], result["pipeline_parallel_size"]) == (1, 1)
+    assert result["distributed_executor_backend"] == "mp"
+
+
+def test_latency_stays_on_one_node(model_config) -> None:
+    result = plan(model_config("dense_72b"), nodes(8, 8), objective="latency")
+    assert (result["tensor_parallel_size"], result["pipeline_parallel_size"]) == (8, 1)
+    assert any("GPUs without work: n2" in text for text in result["warnings"])
+
+
+def test_heads_decide_and_the_rest_becomes_stages(model_config) -> None:
+    result = plan(model_config("dense_28_heads"), nodes(8))
+    assert (result["tensor_parallel_size"], result["pipeline_parallel_size"]) == (4, 2)
+
+
+def test_unequal_nodes_use_what_each_has(model_config) -> None:
+    result = plan(model_config("dense_8b"), nodes(8, 4))
+    assert (result["tensor_parallel_size"], result["pipeline_parallel_size"]) == (4, 2)
+    assert any("n1 (4 of 8)" in text for text in result["warnings"])
+
+
+def test_pins_are_kept(model_config) -> None:
+    result = plan(model_config("dense_tiny"), nodes(2, 2), parallelism={"tensor": 2, "pipeline": 2}, variant="cpu")
+    assert (result["tensor_parallel_size"], result["pipeline_parallel_size"]) == (2, 2)
+    assert result["estimate"] is None
+    assert result["gpu_memory_utilization"] is None
+
+
+def test_executor_as_asked(model_config) -> None:
+    assert plan(model_config("dense_72b"), nodes(8, 8), executor="mp")["distributed_executor_backend"] == "mp"
+
+
+def test_tensor_across_nodes_needs_a_fast_fabric(model_config) -> None:
+    with pytest.raises(PlannerError, match=r"parallelism\.tensor = 16 is more than the 8 GPUs") as caught:
+        plan(model_config("dense_72b"), nodes(8, 8), parallelism={"tensor": 16})
+    assert caught.value.key == "parallelism.tensor"
+    result = plan(model_config("dense_72b"), nodes(8, 8, fabric="infiniband"), parallelism={"tensor": 16})
+    assert result["tensor_parallel_size"] == 16
+    assert any("spans nodes" in text for text in result["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("request_", "key", "words"),
+    [
+        ({"context_length": 40000}, "context_length", ["40000", "32768", "max_position_embeddings", "auto"]),
+        ({"parallelism": {"tensor": 3}}, "parallelism.tensor", ["(64)", "(3)", "1, 2, 4, 8"]),
+        ({"parallelism": {"tensor": 8, "pipeline": 4}}, "parallelism", ["32 GPUs", "declare 16"]),
+        (
+            {"parallelism": {"tensor": 4, "pipeline": 3}},
+            "parallelism",
+            ["tensor 4 x pipeline 3", "multiple of the number of nodes"],
+        ),
+        ({"parallelism": {"data": 2}}, "parallelism.data", ["one engine"]),
+        ({"parallelism": {"tenzor": 2}}, "parallelism.tenzor", ["tensor"]),
+        ({"args": {"tensor-parallel-size": 2}}, "args.tensor-parallel-size", ["parallelism.tensor"]),
+        ({"args": {"gpu-memry-utilization": 0.9}}, "args.gpu-memry-utilization", ["gpu-memory-utilization"]),
+        ({"args": {"max-num-seqs": 8}, "concurrency": 16}, "concurrency", ["8", "16"]),
+        ({"disaggregation": {"prefill": "a"}}, "disaggregation", ["not served"]),
+        ({"objective": "speed"}, "objective", ["throughput"]),
+        ({"executor": "slurm"}, "executor", ["auto, ray, mp"]),
+        ({"concurrency": -1}, "concurrency", ["-1"]),
+        ({"contxt": 1}, "contxt", ["context_length"]),
+        ({"environment": {"VLLM_PP_LAYER_PARTITION": "40,41"}}, "parallelism", ["sum(partitions)=81"]),
+        ({"vllm_version": "0.1.0"}, "vllm_version", ["0.33.0"]),
+    ],
+)
+def test_refusals(model_config, request_, key, words) -> None:
+    with pytest.raises(PlannerError) as caught:
+        plan(model_config("dense_72b"), nodes(8, 8), **request_)
+    assert caught.value.key == key
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_too_large_names_the_shortfall_and_what_fits(model_config) -> None:
+    with pytest.raises(PlannerError) as caught:
+        plan(model_config("dense_72b"), nodes(1))
+    message = str(caught.value)
+    assert "No available memory for the cache blocks" in message
+    assert "GiB a GPU" in message
+    assert "2 GPUs (tensor 2)" in caught.value.remedy
+
+
+def test_advice_really_fits(model_config) -> None:
+    config = model_config("dense_72b")
+    with pytest.raises(PlannerError) as caught:
+        plan(config, nodes(2, gpu=H100), context_length=32768)
+    remedy = caught.value.remedy
+    length = int(remedy.split("context_length: ")[1].split(";")[0].rstrip("."))
+    assert plan(config, nodes(2, gpu=H100), context_length=length)["estimate"]["fits"]
+    with pytest.raises(PlannerError):
+        plan(config, nodes(2, gpu=H100), context_length=length + 64)
+
+
+def test_auto_context_is_what_memory_allows(model_config) -> None:
+    result = plan(model_config("dense_72b"), nodes(2, gpu=H100))
+    assert 0 < result["max_model_len"] < 32768
+    assert result["estimate"]["fits"]
+    assert any("auto" in reason for reason in result["reasons"])
+
+
+def test_unknown_architecture_is_placed_with_a_warning(model_config) -> None:
+    result = plan(model_config("hybrid_mamba"), nodes(8))
+    assert result["estimate"] is None
+    assert any("NemotronHForCausalLM" in text for text in result["warnings"])
+
+
+def test_no_gpus(model_config) -> None:
+    with pytest.raises(PlannerError, match="No GPUs on n1"):
+        plan(model_config("dense_8b"), nodes(0))
+    assert plan(model_config("dense_8b"), nodes(1, 0))["replicas"][0]["nodes"] == ["n1"]
+
+
+@pytest.mark.parametrize("mib", [0, -1, float("nan"), float("inf"), "many", None, True])
+def test_hostile_memory(model_config, mib) -> None:
+    with pytest.raises(PlannerError, match="memory_total_mib"):
+        plan(model_config("dense_8b"), nodes(1, gpu={"name": "x", "memory_total_mib": mib}))
+
+
+COUNTS = st.lists(st.integers(0, 8), min_size=1, max_size=5).filter(any)
+NAMES = st.sampled_from(["dense_tiny", "dense_8b", "dense_72b", "dense_28_heads", "moe_128_experts", "fp8_block"])
+OBJECTIVES = st.sampled_from(["throughput", "latency", "capacity"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(NAMES, COUNTS, OBJECTIVES, st.sampled_from([H200, H100, L4]), st.randoms())
+def test_any_order_of_nodes_gives_the_same_plan(model_config, name, counts, objective, gpu, order) -> None:
+    config = model_config(name)
+    listed = nodes(*counts, gpu=gpu)
+
+    def answer(these: list[dict]) -> str:
+        try:
+            return json.dumps(plan(config, these, objective=objective), sort_keys=True)
+        except PlannerError as error:
+            return str(error)
+
+    expected = answer(listed)
+    shuffled = list(listed)
+    order.shuffle(shuffled)
+    assert answer(shuffled) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(NAMES, COUNTS, OBJECTIVES, st.sampled_from([H200, H100, L4]))
+def test_every_plan_keeps_the_rules(model_config, name, counts, objective, gpu) -> None:
+    config = model_config(name)
+    listed = nodes(*counts, gpu=gpu)
+    try:
+        result = plan(config, listed, objective=objective)
+    except PlannerError:
+        return
+    tensor, pipeline = result["tensor_parallel_size"], result["pipeline_parallel_size"]
+    assert holds(parse_config(config), Layout(tensor=tensor, pipeline=pipeline))
+    placed = result["replicas"][0]["gpus"]
+    assert sum(map(len, placed.values())) == tensor * pipeline
+    room = {node["name"]: len(node["gpus"]) for node in listed}
+    for name_, indices in placed.items():
+        assert len(set(indices)) == len(indices) <= room[name_]
+        # A tensor group never leaves its node unless it was asked to.
+        assert len(indices) % tensor == 0
+    flags = {
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+        "max_model_len": result["max_model_len"],
+    }
+    assert estimate(config, gpu, flags) == result["estimate"]
+    assert result["estimate"]["fits"]
+
+
+def test_a_thousand_nodes_are_planned_quickly(model_config) -> None:
+    listed = nodes(*[8] * 1000)
+    random.Random(1).shuffle(listed)  # noqa: S311
+    started = time.perf_counter()
+    result = plan(model_config("dense_72b"), listed)
+    assert time.perf_counter() - started < 2
+    assert result["pipeline_parallel_size"] == 80
