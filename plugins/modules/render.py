@@ -61,6 +61,12 @@ options:
           - Permissions as an octal string with a leading zero, such as V("0644").
           - Defaults to V("0644") for new files and V("0755") for new folders. Ignored for links.
         type: str
+      sysctl:
+        description:
+          - The file is one of sysctl.d, and its settings are to be in force now as well, not only after the next boot.
+          - A setting that this kernel lacks or refuses (some belong to the machine below a container) is a warning.
+        type: bool
+        default: false
 attributes:
   check_mode:
     description: >-
@@ -88,6 +94,10 @@ EXAMPLES = r"""
         owner: root
         group: root
         mode: "0600"
+      - path: /etc/sysctl.d/60-ironrack.conf
+        content: |
+          vm.swappiness = 10
+        sysctl: true
       - path: /etc/ironrack/old.conf
         state: absent
 
@@ -101,7 +111,8 @@ EXAMPLES = r"""
 
 RETURN = r"""
 changed_paths:
-  description: The paths that were (or in check mode would be) changed, in order.
+  description: >-
+    The paths that were (or in check mode would be) changed, in order; of kernel settings their path in C(/proc/sys).
   returned: always
   type: list
   elements: str
@@ -126,6 +137,7 @@ import tempfile
 
 from ansible.module_utils.basic import AnsibleModule
 
+PROC_SYS = "/proc/sys"
 DIFF_LIMIT = 256 * 1024
 TMP_MARK = ".ironrack-new-"
 
@@ -189,6 +201,63 @@ def check_entry(entry, seen):
         raise RenderError(f"{path}: {contents[0]} goes with state file only, not with {state}")
     if (state == "link") != bool(entry["src"]):
         raise RenderError(f"{path}: src and state link belong together")
+    if entry.get("sysctl"):
+        if entry["content"] is None:
+            raise RenderError(f"{path}: sysctl goes with content only")
+        parse_sysctl(path, entry["content"])
+
+
+def parse_sysctl(path, text):
+    """Settings of a sysctl.d file: (name, path below /proc/sys, value)."""
+    settings = []
+    for line in text.splitlines():
+        plain = line.strip()
+        if not plain or plain[0] in "#;":
+            continue
+        name, separator, value = plain.partition("=")
+        name = name.strip().lstrip("-").strip()
+        if not separator or not re.fullmatch(r"[A-Za-z0-9_-]+([./][A-Za-z0-9_:@-]+)+", name):
+            raise RenderError(f"{path}: {plain!r} is not a setting of the kernel, as in vm.swappiness = 10")
+        # sysctl.d: when the first separator is a slash, dots are part of names
+        first = re.search("[./]", name).group()
+        settings.append((name, name if first == "/" else name.replace(".", "/"), " ".join(value.split())))
+    return settings
+
+
+class Setting:
+    """One kernel setting: what it is now and what it should be."""
+
+    def __init__(self, name, path, value):
+        self.name, self.path, self.value = name, f"{PROC_SYS}/{path}", value
+        self.problem = None
+        try:
+            self.now = self.read()
+        except OSError as error:
+            self.now = None
+            self.problem = "this kernel has no such setting" if error.errno == errno.ENOENT else error.strerror
+
+    def read(self):
+        with open(self.path, encoding="utf-8") as handle:
+            return " ".join(handle.read().split())
+
+    def differs(self):
+        return self.problem is None and self.now != self.value
+
+    def apply(self):
+        """True when the kernel took it."""
+        try:
+            with open(self.path, "w", encoding="utf-8") as handle:
+                handle.write(self.value)
+            reached = self.read()
+        except OSError as error:
+            self.problem = f"the kernel refuses it ({error.strerror})"
+            return False
+        if reached != self.value:
+            self.problem = f"the kernel made it {reached}"
+        return reached != self.now
+
+    def warning(self):
+        return f"{self.name} = {self.value}: {self.problem}"
 
 
 class Bundle:
@@ -199,9 +268,12 @@ class Bundle:
         self.entries = []
         self.kinds = {}  # path -> what it will be once the entries before are applied
         self.missing_parents = []
+        self.settings = []
         for entry in entries:
             check_entry(entry, {e["path"] for e in self.entries})
             self.entries.append(self._examine(dict(entry)))
+            if entry.get("sysctl"):
+                self.settings += [Setting(*setting) for setting in parse_sysctl(entry["path"], entry["content"])]
 
     def _exists_as_directory(self, path):
         if path in self.kinds:
@@ -301,6 +373,11 @@ class Bundle:
     def changed(self):
         return [entry for entry in self.entries if entry["changes"]]
 
+    def changed_paths(self):
+        """What apply would do, for check mode."""
+        settings = [setting.path for setting in self.settings if setting.differs()]
+        return [entry["path"] for entry in self.changed()] + settings
+
     def apply(self, done):
         """Make the changes; each finished path is appended to done, so that a failure can tell what was reached."""
         folders = set()
@@ -314,6 +391,9 @@ class Bundle:
             except OSError as error:
                 raise RenderError(f"{entry['path']}: {error.strerror or error}") from error
             done.append(entry["path"])
+        for setting in self.settings:
+            if setting.differs() and setting.apply():
+                done.append(setting.path)
         for folder in folders:
             remove_leftovers(folder, [entry["path"] for entry in self.entries])
 
@@ -385,6 +465,18 @@ class Bundle:
                     }
                 )
         return result
+
+    def setting_diffs(self, done):
+        return [
+            {
+                "before_header": setting.path,
+                "after_header": setting.path,
+                "before": f"{setting.now}\n",
+                "after": f"{setting.value}\n",
+            }
+            for setting in self.settings
+            if setting.path in done
+        ]
 
     @staticmethod
     def _sides(entry):
@@ -500,6 +592,7 @@ def main():
                     "owner": {"type": "str"},
                     "group": {"type": "str"},
                     "mode": {"type": "str"},
+                    "sysctl": {"type": "bool", "default": False},
                 },
             },
         },
@@ -509,7 +602,7 @@ def main():
     try:
         bundle = Bundle(module.params["files"], module.check_mode)
         if module.check_mode:
-            done = [entry["path"] for entry in bundle.changed()]
+            done = bundle.changed_paths()
         else:
             bundle.apply(done)
     except RenderError as error:
@@ -520,7 +613,10 @@ def main():
     if module.check_mode:
         result["missing_parents"] = bundle.missing_parents
     if module._diff:
-        result["diff"] = bundle.diffs()
+        result["diff"] = bundle.diffs() + bundle.setting_diffs(done)
+    for setting in bundle.settings:
+        if setting.problem:
+            module.warn(setting.warning())
     module.exit_json(**result)
 
 

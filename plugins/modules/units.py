@@ -30,7 +30,9 @@ options:
         type: str
         required: true
       state:
-        description: Whether it should run. Left alone when not given.
+        description:
+          - Whether it should run.
+          - When not given it is left as it is, except that a running unit is restarted for O(units[].restart_if_newer).
         type: str
         choices: [started, stopped]
       enabled:
@@ -347,7 +349,7 @@ class Plan:
         running = is_running(block)
         if want["state"] == "stopped" and (running or block.get("ActiveState") == "deactivating"):
             self.actions[name].append("stop")
-        if want["state"] != "started":
+        if want["state"] == "stopped" or (want["state"] is None and not (running and want["restart_if_newer"])):
             return
         if not running:
             self.actions[name].append("start")
@@ -511,7 +513,9 @@ def main():
             if problems or plan.changed():
                 after = systemd.show(list(wanted))
             failed = [
-                name for name, want in wanted.items() if want["state"] == "started" and not is_up(after[name], no_block)
+                name
+                for name, want in wanted.items()
+                if (want["state"] == "started" or "restart" in plan.actions[name]) and not is_up(after[name], no_block)
             ]
             if failed:
                 raise UnitsError("\n\n".join(describe(name, after[name], systemd.journal(name)) for name in failed))

@@ -21,12 +21,12 @@ def module_arguments(check: bool = False, diff: bool = True, **parameters: Any) 
     return json.dumps({"ANSIBLE_MODULE_ARGS": {"_ansible_check_mode": check, "_ansible_diff": diff, **parameters}})
 
 
-def run_module(name: str, path: str = "", check: bool = False, **parameters: Any) -> dict[str, Any]:
-    """The module's result; path goes before PATH, for stand-in programs."""
+def run_module(module: str, programs: str = "", check: bool = False, **parameters: Any) -> dict[str, Any]:
+    """The module's result; the folder programs goes before PATH, for stand-ins."""
     environment = dict(os.environ)
-    environment["PATH"] = f"{path}:{environment['PATH']}" if path else environment["PATH"]
+    environment["PATH"] = f"{programs}:{environment['PATH']}" if programs else environment["PATH"]
     finished = subprocess.run(
-        [sys.executable, str(MODULES / f"{name}.py")],
+        [sys.executable, str(MODULES / f"{module}.py")],
         input=module_arguments(check, **parameters),
         capture_output=True,
         text=True,
@@ -37,7 +37,7 @@ def run_module(name: str, path: str = "", check: bool = False, **parameters: Any
     try:
         result: dict[str, Any] = json.loads(finished.stdout)
     except ValueError:
-        pytest.fail(f"{name} printed no JSON: {finished.stdout}{finished.stderr}")
+        pytest.fail(f"{module} printed no JSON: {finished.stdout}{finished.stderr}")
     return result
 
 

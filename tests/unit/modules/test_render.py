@@ -225,3 +225,61 @@ def test_leftovers_go_even_when_nothing_changes_and_others_stay(load: Load, tmp_
     assert done == []
     assert not stale.exists()
     assert other.exists()
+
+
+@pytest.fixture(name="kernel")
+def fixture_kernel(load: Load, tmp_path: Path) -> tuple[ModuleType, Path]:
+    render = load("render")
+    render.PROC_SYS = str(tmp_path / "sys")
+    (tmp_path / "sys" / "vm").mkdir(parents=True)
+    (tmp_path / "sys" / "vm" / "swappiness").write_text("60\n")
+    return render, tmp_path
+
+
+def sysctl_bundle(render: ModuleType, path: Path, content: str, check: bool = False) -> Any:
+    keys = ("secret_content", "src", "owner", "group", "mode")
+    entry = dict.fromkeys(keys) | {"path": str(path), "state": "file", "content": content, "sysctl": True}
+    return render.Bundle([entry], check)
+
+
+def test_sysctl_is_in_force_at_once(kernel: tuple[ModuleType, Path]) -> None:
+    render, tmp_path = kernel
+    value = tmp_path / "sys" / "vm" / "swappiness"
+    conf = tmp_path / "60.conf"
+    text = "# a comment\n-vm.swappiness = 10\n"
+    assert sysctl_bundle(render, conf, text, check=True).changed_paths() == [str(conf), str(value)]
+    assert value.read_text() == "60\n"
+    done: list[str] = []
+    sysctl_bundle(render, conf, text).apply(done)
+    assert done == [str(conf), str(value)]
+    assert value.read_text() == "10"
+    value.write_text("11\n")
+    done = []
+    bundle_of_second_run = sysctl_bundle(render, conf, text)
+    bundle_of_second_run.apply(done)
+    assert done == [str(value)], "what somebody changed by hand is put right"
+    assert bundle_of_second_run.setting_diffs(done)[0]["before"] == "11\n"
+    done = []
+    sysctl_bundle(render, conf, text).apply(done)
+    assert done == []
+
+
+def test_sysctl_that_is_refused_or_unknown_is_a_warning(kernel: tuple[ModuleType, Path]) -> None:
+    render, tmp_path = kernel
+    (tmp_path / "sys" / "vm" / "odd").mkdir()  # reading it fails, even for root
+    conf = tmp_path / "60.conf"
+    unsure = sysctl_bundle(render, conf, "vm.odd = 1\nvm.nothing = 1\n")
+    done: list[str] = []
+    unsure.apply(done)
+    assert done == [str(conf)]
+    assert [setting.warning() for setting in unsure.settings] == [
+        "vm.odd = 1: Is a directory",
+        "vm.nothing = 1: this kernel has no such setting",
+    ]
+
+
+@pytest.mark.parametrize("text", ["vm.swappiness", "../etc/passwd = 1", "vm.* = 1", "swappiness = 1"])
+def test_sysctl_lines_that_are_no_settings(kernel: tuple[ModuleType, Path], text: str) -> None:
+    render, tmp_path = kernel
+    with pytest.raises(Exception, match="is not a setting of the kernel"):
+        sysctl_bundle(render, tmp_path / "60.conf", text)

@@ -108,7 +108,7 @@ def test_starts_and_enables_then_rests(run: Run, host: Host) -> None:
     host.unit("a.service")
     host.unit("vllm@tiny.service")
     wanted = [{"name": "a", "state": "started", "enabled": True}, {"name": "vllm@tiny.service", "state": "started"}]
-    first = run("units", path=str(host.path), units=wanted)
+    first = run("units", programs=str(host.path), units=wanted)
     assert first["changed"]
     assert first["units"]["a.service"]["actions"] == ["enable", "start"]
     assert first["units"]["a.service"]["active_state"] == "active"
@@ -117,7 +117,7 @@ def test_starts_and_enables_then_rests(run: Run, host: Host) -> None:
         "reset-failed -- a.service vllm@tiny.service",
         "start -- a.service vllm@tiny.service",
     ]
-    second = run("units", path=str(host.path), units=wanted)
+    second = run("units", programs=str(host.path), units=wanted)
     assert not second["changed"]
     assert len(host.calls()) == 3
 
@@ -133,11 +133,11 @@ def test_restarts_what_is_older_than_a_file_or_a_link(run: Run, host: Host, tmp_
         host.unit(f"{name}.service", age=age)
     paths = {"kept": [old], "file": [new], "link": [link], "later": [link]}
     wanted = [{"name": n, "state": "started", "restart_if_newer": [str(p) for p in ps]} for n, ps in paths.items()]
-    result = run("units", path=str(host.path), units=wanted)
+    result = run("units", programs=str(host.path), units=wanted)
     assert [n for n, unit in result["units"].items() if unit["actions"]] == ["file.service", "link.service"]
     assert result["units"]["link.service"]["reasons"] == [str(link)]
     assert "restart -- file.service link.service" in host.calls()
-    assert not run("units", path=str(host.path), units=wanted)["changed"]
+    assert not run("units", programs=str(host.path), units=wanted)["changed"]
 
 
 def test_unit_file_and_drop_in_count_without_being_listed(run: Run, host: Host, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_unit_file_and_drop_in_count_without_being_listed(run: Run, host: Host, 
     host.unit("b.service", age=50, DropInPaths=str(drop_in))
     host.unit("c.service", age=50, DropInPaths=str(control))
     wanted = [{"name": name, "state": "started"} for name in ("a", "b", "c")]
-    result = run("units", path=str(host.path), units=wanted)
+    result = run("units", programs=str(host.path), units=wanted)
     assert result["units"]["a.service"]["reasons"] == [str(fragment)]
     assert result["units"]["b.service"]["reasons"] == [str(drop_in)]
     assert result["units"]["c.service"]["actions"] == []
@@ -161,10 +161,24 @@ def test_time_in_the_future_warns_and_does_not_restart_for_ever(run: Run, host: 
     os.utime(path, (time.time() + 3600, time.time() + 3600))
     host.unit("a.service", age=50)
     result = run(
-        "units", path=str(host.path), units=[{"name": "a", "state": "started", "restart_if_newer": [str(path)]}]
+        "units", programs=str(host.path), units=[{"name": "a", "state": "started", "restart_if_newer": [str(path)]}]
     )
     assert not result["changed"]
     assert "bears a time in the future" in str(result["warnings"])
+
+
+def test_without_a_state_a_running_unit_is_restarted_for_listed_paths_only(
+    run: Run, host: Host, tmp_path: Path
+) -> None:
+    path = tmp_path / "conf"
+    path.touch()
+    host.unit("runs.service", age=50)
+    host.unit("rests.service")
+    host.unit("bare.service", age=50, FragmentPath=str(path))
+    listed = {"restart_if_newer": [str(path)]}
+    wanted = [{"name": "runs", **listed}, {"name": "rests", **listed}, {"name": "bare"}]
+    result = run("units", programs=str(host.path), units=wanted)
+    assert [name for name, unit in result["units"].items() if unit["actions"]] == ["runs.service"]
 
 
 def test_check_mode_touches_nothing(run: Run, host: Host) -> None:
@@ -175,7 +189,7 @@ def test_check_mode_touches_nothing(run: Run, host: Host) -> None:
         {"name": "b", "state": "stopped", "enabled": False},
         {"name": "new@one.service", "state": "started", "enabled": True},
     ]
-    result = run("units", path=str(host.path), check=True, units=wanted, changed_paths=["/etc/x/conf.env"])
+    result = run("units", programs=str(host.path), check=True, units=wanted, changed_paths=["/etc/x/conf.env"])
     assert {name: unit["actions"] for name, unit in result["units"].items()} == {
         "a.service": ["restart"],
         "b.service": ["disable", "stop"],
@@ -188,12 +202,12 @@ def test_check_mode_touches_nothing(run: Run, host: Host) -> None:
 def test_changed_paths_mean_nothing_outside_check_mode(run: Run, host: Host) -> None:
     host.unit("a.service", age=50)
     wanted = [{"name": "a", "state": "started", "restart_if_newer": ["/no/file"]}]
-    assert not run("units", path=str(host.path), units=wanted, changed_paths=["/no/file"])["changed"]
+    assert not run("units", programs=str(host.path), units=wanted, changed_paths=["/no/file"])["changed"]
 
 
 def test_failed_start_shows_state_and_journal(run: Run, host: Host) -> None:
     host.unit("bad.service", fails=True)
-    result = run("units", path=str(host.path), units=[{"name": "bad", "state": "started"}])
+    result = run("units", programs=str(host.path), units=[{"name": "bad", "state": "started"}])
     assert result["failed"]
     for part in ("bad.service did not start", "Result=exit-code", "ExecMainStatus=203", "the last words"):
         assert part in result["msg"]
@@ -201,7 +215,7 @@ def test_failed_start_shows_state_and_journal(run: Run, host: Host) -> None:
 
 def test_timeout_names_the_unit(run: Run, host: Host) -> None:
     host.unit("slow.service", hangs=True)
-    result = run("units", path=str(host.path), units=[{"name": "slow", "state": "started"}], timeout=2)
+    result = run("units", programs=str(host.path), units=[{"name": "slow", "state": "started"}], timeout=2)
     assert result["failed"]
     assert "within timeout=2 seconds" in result["msg"]
     assert "slow.service:\nthe last words" in result["msg"]
@@ -209,33 +223,33 @@ def test_timeout_names_the_unit(run: Run, host: Host) -> None:
 
 def test_unknown_unit_is_looked_for_again_after_a_reload(run: Run, host: Host) -> None:
     host.save({"units": {}, "calls": [], "new": {"a.service": {"LoadState": "loaded", "ActiveState": "inactive"}}})
-    result = run("units", path=str(host.path), units=[{"name": "a", "state": "started"}])
+    result = run("units", programs=str(host.path), units=[{"name": "a", "state": "started"}])
     assert result["daemon_reloaded"]
     assert result["units"]["a.service"]["active_state"] == "active"
-    missing = run("units", path=str(host.path), units=[{"name": "nope", "state": "started"}])
+    missing = run("units", programs=str(host.path), units=[{"name": "nope", "state": "started"}])
     assert missing["failed"]
     assert "nope.service does not exist" in missing["msg"]
 
 
 def test_retiring_a_unit_that_is_gone_is_no_change(run: Run, host: Host) -> None:
-    result = run("units", path=str(host.path), units=[{"name": "gone", "state": "stopped", "enabled": False}])
+    result = run("units", programs=str(host.path), units=[{"name": "gone", "state": "stopped", "enabled": False}])
     assert not result["changed"]
     assert host.calls() == []
 
 
 def test_masked_and_misspelt_units_are_errors(run: Run, host: Host) -> None:
     host.unit("m.service", LoadState="masked")
-    masked = run("units", path=str(host.path), units=[{"name": "m", "state": "started"}])
+    masked = run("units", programs=str(host.path), units=[{"name": "m", "state": "started"}])
     assert "systemctl unmask m.service" in masked["msg"]
     for name in ("--now.service", "a b.service", "x.servce", "a*.service"):
-        assert "not the name" in run("units", path=str(host.path), units=[{"name": name}])["msg"]
-    twice = run("units", path=str(host.path), units=[{"name": "a"}, {"name": "a.service"}])
+        assert "not the name" in run("units", programs=str(host.path), units=[{"name": name}])["msg"]
+    twice = run("units", programs=str(host.path), units=[{"name": "a"}, {"name": "a.service"}])
     assert "listed twice" in twice["msg"]
 
 
 def test_unit_on_its_way_up_is_waited_for_without_a_change(run: Run, host: Host) -> None:
     host.unit("a.service", age=3, ActiveState="activating", SubState="start-pre")
-    result = run("units", path=str(host.path), units=[{"name": "a", "state": "started"}])
+    result = run("units", programs=str(host.path), units=[{"name": "a", "state": "started"}])
     assert not result["changed"]
     assert host.calls() == ["start -- a.service"]
 
@@ -243,7 +257,7 @@ def test_unit_on_its_way_up_is_waited_for_without_a_change(run: Run, host: Host)
 def test_no_block_only_queues(run: Run, host: Host) -> None:
     host.unit("bad.service", fails=True)
     host.unit("a.service")
-    result = run("units", path=str(host.path), units=[{"name": "a", "state": "started"}], no_block=True)
+    result = run("units", programs=str(host.path), units=[{"name": "a", "state": "started"}], no_block=True)
     assert result["changed"]
     assert "--no-block start -- a.service" in host.calls()
 

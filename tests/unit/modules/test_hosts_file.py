@@ -1,0 +1,158 @@
+"""The hosts file: our block first, this host's name off 127.0.1.1, everything else as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+Run = Callable[..., dict[str, Any]]
+Load = Callable[[str], ModuleType]
+
+ENTRIES = [{"address": "10.77.1.11", "names": ["n1"]}, {"address": "10.77.1.12", "names": ["n2"]}]
+DEBIAN = "127.0.0.1\tlocalhost\n127.0.1.1\tn1.example.org\tn1\n\n# IPv6\n::1 localhost ip6-localhost\n"
+
+
+@pytest.fixture(name="edit")
+def fixture_edit(load: Load) -> Callable[..., tuple[str, list[str]]]:
+    module = load("hosts_file")
+
+    def edit(text: str, entries: Any = ENTRIES, name: str = "n1", kernel: str = "n1") -> tuple[str, list[str]]:
+        result: tuple[str, list[str]] = module.edit(text, entries, name, kernel)
+        return result
+
+    return edit
+
+
+def test_debian_default(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, conflicts = edit(DEBIAN)
+    lines = text.splitlines()
+    assert lines[0].startswith("# BEGIN ironrack")
+    assert lines[1:4] == ["10.77.1.11\tn1 n1.example.org", "10.77.1.12\tn2", "# END ironrack"]
+    assert lines[4:] == ["127.0.0.1\tlocalhost", "", "# IPv6", "::1 localhost ip6-localhost"]
+    assert conflicts == []
+    assert edit(text) == (text, []), "a second run finds nothing to do"
+
+
+def test_other_names_of_the_line_stay(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit("127.0.1.1 n1 wiki.local\n")
+    assert "127.0.1.1\twiki.local\n" in text
+
+
+def test_kernel_name_that_is_not_the_inventory_name(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit("127.0.1.1 srv17.example.org srv17\n", kernel="srv17")
+    assert "10.77.1.11\tn1 srv17.example.org srv17\n" in text
+    assert "127.0.1.1" not in text
+    assert edit(text, kernel="srv17")[0] == text
+
+
+def test_kernel_name_of_another_node_is_not_taken(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit("127.0.0.1 localhost\n", kernel="n2")
+    assert "10.77.1.11\tn1\n10.77.1.12\tn2\n" in text
+    assert edit("", kernel="localhost")[0].count("localhost") == 0
+
+
+def test_host_without_an_entry_keeps_its_own_name(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit("127.0.1.1 n9\n", name="n9", kernel="n9")
+    assert text.endswith("# END ironrack\n127.0.1.1 n9\n")
+
+
+def test_no_entries_leave_no_block(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    with_block, _ = edit(DEBIAN)
+    text, _ = edit(with_block, entries=[])
+    assert "ironrack" not in text
+    assert edit(DEBIAN, entries=[]) == (DEBIAN, [])
+
+
+def test_address_that_changes_moves_with_its_names(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit(DEBIAN)
+    moved = [{"address": "10.99.1.11", "names": ["n1"]}]
+    text, _ = edit(text, entries=moved)
+    assert "10.99.1.11\tn1 n1.example.org\n" in text
+    assert "10.77.1" not in text
+
+
+def test_contradictions_are_told_not_removed(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, conflicts = edit("192.168.1.5 n2 nas\n10.77.1.12 n2\n")
+    assert conflicts == ["192.168.1.5 n2 nas"]
+    assert "192.168.1.5 n2 nas\n" in text
+
+
+def test_broken_block_is_mended(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    whole, _ = edit(DEBIAN)
+    half = whole.replace("# END ironrack\n", "")
+    text, _ = edit(half)
+    assert text.count("# BEGIN ironrack") == 1
+    assert text.count("# END ironrack") == 1
+    assert edit(text)[0] == text
+
+
+LINES = st.lists(
+    st.sampled_from(
+        [
+            "127.0.0.1 localhost",
+            "127.0.1.1 n1",
+            "127.0.1.1 n1.a n1 x",
+            "# words",
+            "",
+            "10.0.0.9 printer  # here",
+            "192.168.1.5 n2",
+            "fe80::1%eth0 z",
+            "junk",
+            "# END ironrack",
+            "# BEGIN ironrack: old",
+            "10.77.1.11 n1 n1.b",
+        ]
+    )
+)
+
+
+@given(LINES)
+def test_any_file_settles_after_one_edit(lines: list[str]) -> None:
+    path = Path(__file__).resolve().parents[3] / "plugins/modules/hosts_file.py"
+    specification = importlib.util.spec_from_file_location("hosts_file_property", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    once, _ = module.edit("\n".join(lines) + "\n", ENTRIES, "n1", "n1")
+    assert module.edit(once, ENTRIES, "n1", "n1")[0] == once
+    first = next(line for line in once.splitlines() if "n1" in line.split()[1:] and not line.startswith("#"))
+    assert first.startswith("10.77.1.11")
+
+
+def test_module_writes_shows_and_rests(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(DEBIAN)
+    arguments = {"path": str(path), "hostname": "n1", "entries": ENTRIES}
+    planned = run("hosts_file", check=True, **arguments)
+    assert planned["changed"]
+    assert path.read_text() == DEBIAN
+    assert run("hosts_file", **arguments)["diff"] == planned["diff"]
+    assert path.read_text() == planned["diff"]["after"]
+    assert path.stat().st_mode & 0o777 == 0o644
+    before = path.stat().st_mtime_ns
+    assert not run("hosts_file", **arguments)["changed"]
+    assert path.stat().st_mtime_ns == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([{"address": "n1.example.org", "names": ["n1"]}], "not an IP address"),
+        ([{"address": "10.0.0.1", "names": ["a b"]}], "not a host name"),
+        ([{"address": "10.0.0.1", "names": []}], "has no names"),
+        ([{"address": "10.0.0.1", "names": ["a"]}, {"address": "10.0.0.2", "names": ["a"]}], "two addresses"),
+    ],
+)
+def test_wrong_entries(run: Run, tmp_path: Path, entries: Any, message: str) -> None:
+    result = run("hosts_file", path=str(tmp_path / "hosts"), hostname="a", entries=entries)
+    assert result["failed"]
+    assert message in result["msg"]
