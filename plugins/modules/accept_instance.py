@@ -208,9 +208,9 @@ def check_units(before, after):
                 f"{unit} is {state['ActiveState']} ({state['SubState']}), not active; see: journalctl -u {unit}"
             )
         first = before[unit]
-        if (state["NRestarts"], state["InvocationID"]) != (first["NRestarts"], first["InvocationID"]):
+        if any(state.get(key) != first.get(key) for key in ("NRestarts", "InvocationID")):
             raise Rejected(
-                f"{unit} was restarted while it was observed ({state['NRestarts']} by now); see: journalctl -u {unit}"
+                f"{unit} was restarted while it was observed ({state.get('NRestarts')} times by now); see: journalctl -u {unit}"
             )
 
 
