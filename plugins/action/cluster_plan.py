@@ -42,6 +42,7 @@ class ActionModule(ActionBase):
         inputs = cluster.digest([collected.inputs(), options, _code_digest()])
         known = task_vars.get("ansible_facts", {}).get(_FACT)
         if isinstance(known, Mapping) and known.get("inputs") == inputs:
+            # Planned earlier in this run, or in an earlier run from the very same inputs.
             return self._success(result, collected.plain(known))
 
         checked = validate.validate(collected.values, collected.roles, collected.extra, collected.names)
@@ -55,10 +56,7 @@ class ActionModule(ActionBase):
         )
         problems += found
         if problems:
-            result["problems"] = [vars(problem) for problem in problems]
-            result["failed"] = True
-            result["msg"] = validate.render(problems)
-            return result
+            return {**result, "failed": True, "msg": validate.render(problems)}
         plan["inputs"] = inputs
         return self._success(result, plan)
 
@@ -105,18 +103,21 @@ class Collected:
             raw = hostvars.raw_get(host)
             volatile = set(_set_during_run(manager, host)) - set(self.extra)
             self.names[host] = [str(name) for name in raw if name not in volatile]
-            self.values[host] = dict(self._known_values(host, raw, hostvars, volatile))
+            self.values[host] = dict(self._values(host, raw, hostvars))
             self.facts[host] = cluster.facts_view(self.plain(raw.get("ansible_facts", {}).get(_HOST_FACTS)))
 
-    def _known_values(
-        self, host: str, raw: Mapping[str, Any], hostvars: Any, volatile: set[str]
-    ) -> Iterator[tuple[str, Any]]:
-        for name in self._known.intersection(raw):
+    def _values(self, host: str, raw: Mapping[str, Any], hostvars: Any) -> Iterator[tuple[str, Any]]:
+        for name in self.names[host]:
             value = raw[name]
+            if name not in self._known:
+                # Shown in the message about an unknown variable, and no further.
+                if not self._validate.is_foreign(name):
+                    yield name, self._cached(value)
+                continue
             templated = _has_template(value)
             if name not in self._contract:
                 # Roles check their own variables again when they run; what needs templating is left to them.
-                if not templated and name not in volatile:
+                if not templated:
                     yield name, self._cached(value)
                 continue
             if not templated:

@@ -62,9 +62,4 @@ report:
   description: The plan as text.
   returned: success
   type: str
-problems:
-  description: Every problem with C(host), C(variable), C(value), C(problem) and C(remedy).
-  returned: failure
-  type: list
-  elements: dict
 """

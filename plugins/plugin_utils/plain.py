@@ -26,5 +26,8 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if isinstance(value, Set):
         return sorted((to_plain(item) for item in value), key=str)
-    # Dates, paths and encrypted strings have no better plain form than their text.
+    if hasattr(value, "_ciphertext"):
+        # A value from a vault: nothing that is decided or shown here needs its text.
+        return "(vaulted)"
+    # Dates and paths have no better plain form than their text.
     return str(value)

@@ -583,16 +583,13 @@ def facts_view(host_facts: Any) -> Facts:
     if not isinstance(host_facts, Mapping):
         return view
     nics = host_facts.get("nics")
-    if isinstance(nics, Mapping):
-        nics = [{"name": name, **entry} for name, entry in nics.items() if isinstance(entry, Mapping)]
     for nic in nics if isinstance(nics, list) else ():
-        if not isinstance(nic, Mapping):
-            continue
-        for key in ("ipv4", "addresses", "ipv6"):
-            listed = nic.get(key)
-            texts = [listed] if isinstance(listed, str) else listed if isinstance(listed, list) else []
-            address = next((found for found in map(_canonical, texts) if found), None)
-            if address and nic.get("name"):
+        entries = nic.get("addresses") if isinstance(nic, Mapping) else None
+        for entry in entries if isinstance(entries, list) else ():
+            if not isinstance(entry, Mapping) or entry.get("scope") not in ("global", "site"):
+                continue
+            address = _canonical(entry.get("address"))
+            if address:
                 view.addresses.setdefault(str(nic["name"]), address)
     gpus = host_facts.get("gpus")
     for gpu in gpus if isinstance(gpus, list) else ():
@@ -602,10 +599,8 @@ def facts_view(host_facts: Any) -> Facts:
 
 
 def _canonical(address: Any) -> str | None:
-    if isinstance(address, Mapping):
-        address = address.get("address")
     try:
-        return str(ipaddress.ip_address(str(address).split("/", 1)[0])) if address else None
+        return str(ipaddress.ip_address(str(address))) if address else None
     except ValueError:
         return None
 

@@ -133,7 +133,7 @@ def validate(
     suggestions: dict[str, str] = {}
     for host, variables in hosts.items():
         for name in sorted(names[host] if names is not None else variables):
-            if name in known or _foreign(name):
+            if name in known or is_foreign(name):
                 continue
             if name in SWITCHES:
                 if name not in extra:
@@ -154,7 +154,7 @@ def validate(
                 Problem(
                     "" if name in extra else host,
                     name,
-                    show(variables.get(name, "(set)"), name, hidden=name not in variables),
+                    show(variables.get(name, "(set)"), name),
                     source,
                     suggestions[name] or "remove it, or begin its name with site_ if it is a helper of your own",
                 )
@@ -180,7 +180,8 @@ def validate(
     return Checked(list(dict.fromkeys(problems)), values)
 
 
-def _foreign(name: str) -> bool:
+def is_foreign(name: str) -> bool:
+    """Whether a name is none of this project's business."""
     return name in MAGIC or name.startswith(FOREIGN_PREFIXES)
 
 
