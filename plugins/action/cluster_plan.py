@@ -193,11 +193,17 @@ def _has_template(value: Any) -> bool:
 def _role_options() -> dict[str, Any]:
     """The options of every role of this collection."""
     options: dict[str, Any] = {}
+    for path in sorted(COLLECTION.glob("roles/*/defaults/main.yml")):
+        # A default without a spec is known all the same.
+        options.update({name: {"type": "raw"} for name in _read(path)})
     for path in sorted(COLLECTION.glob("roles/*/meta/argument_specs.yml")):
-        document = yaml.load(path.read_text("utf-8"), Loader=_Loader) or {}  # noqa: S506  # a safe loader
-        for entry_point in (document.get("argument_specs") or {}).values():
+        for entry_point in (_read(path).get("argument_specs") or {}).values():
             options.update(entry_point.get("options") or {})
     return options
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return yaml.load(path.read_text("utf-8"), Loader=_Loader) or {}  # noqa: S506  # a safe loader
 
 
 def _code_digest() -> list[list[Any]]:

@@ -38,7 +38,7 @@ class Engine:
     name: str
     spec: Mapping[str, Any]
     nodes: list[str]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
     plan: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,7 +122,7 @@ class Builder:
             if not problems:
                 config, problems = self.load_config(f"{variable}.model", spec["model"])
                 self.problems += problems
-                engine.config = config or {}
+                engine.config = config
             found.append(engine)
         return found
 
@@ -208,10 +208,10 @@ class Builder:
     def plan_engines(self, engines: list[Engine], variant: str, version: str) -> list[Engine]:
         shared = _shared_nodes(engines)
         taken: dict[str, dict[int, str]] = {}
-        gpus = {host: self.declared_gpus(host, True) for engine in engines for host in engine.nodes if engine.config}
+        gpus = {host: self.declared_gpus(host, True) for engine in engines for host in engine.nodes if engine.config is not None}
         planned = []
         for engine in engines:
-            if not engine.config or not all(gpus.get(host) for host in engine.nodes):
+            if engine.config is None or not all(gpus.get(host) for host in engine.nodes):
                 continue
             pins = engine.spec.get("parallelism") or {}
             rivals = sorted({other for host in engine.nodes for other in shared.get(host, ()) if other != engine.name})

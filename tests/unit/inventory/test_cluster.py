@@ -1,0 +1,381 @@
+"""The plan of the whole cluster."""
+# ruff: noqa: S104  # nothing listens here; parametrized
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.cluster import (
+    Facts,
+    build,
+    digest,
+    facts_view,
+)
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.model_files import find_config
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.validate import Problem, render, validate
+
+SLOTS = {"count": 2, "name": "slot", "memory_total_mib": 1024}
+GROUPS = {"vllm_nodes": ["n2", "n3"], "ray_head": ["n1"], "ray_workers": ["n2", "n3"]}
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures/model_configs"
+
+
+def lab(**changes: Any) -> dict[str, dict[str, Any]]:
+    """The lab's hosts: n1 without GPUs, n2 and n3 with two slots."""
+    instance: dict[str, Any] = {
+        "model": {"path": "/data/models/tiny", "config": str(FIXTURES / "dense_tiny.json")},
+        "nodes": "vllm_nodes",
+        "executor": "ray",
+        "context_length": 512,
+        "parallelism": {"tensor": 2, "pipeline": 2},
+        **changes,
+    }
+    common = {
+        "python_env_variant": "cpu",
+        "python_env_vllm_version": "0.32.0",
+        "vllm_instances": {"tiny": {key: value for key, value in instance.items() if value is not None}},
+    }
+    return {
+        "n1": {**common, "cluster_address": "10.77.1.11", "cluster_interface": "eth0"},
+        "n2": {**common, "cluster_address": "10.77.1.12", "cluster_interface": "eth0", "gpus": SLOTS},
+        "n3": {**common, "cluster_address": "10.77.1.13", "cluster_interface": "eth0", "gpus": SLOTS},
+    }
+
+
+def run(
+    hosts: dict[str, dict[str, Any]],
+    groups: dict[str, list[str]] | None = None,
+    facts: dict[str, Facts] | None = None,
+    **options: Any,
+) -> tuple[dict[str, Any], list[Problem]]:
+    roles = {"fabric_type": {"type": "str"}}
+    checked = validate(hosts, roles)
+
+    def load(variable: str, model: Any) -> Any:
+        return find_config(variable, model, FIXTURES.parent)
+
+    plan, problems = build(checked.values, GROUPS if groups is None else groups, load, facts, **options)
+    return plan, [*checked.problems, *problems]
+
+
+def test_ray_over_two_nodes() -> None:
+    plan, problems = run(lab())
+    assert problems == []
+    assert set(plan) == {
+        "digest",
+        "site",
+        "nodes",
+        "hosts_entries",
+        "ray",
+        "runtime",
+        "instances",
+        "hosts",
+        "warnings",
+        "report",
+    }
+    assert plan["ray"] == {"head": "n1", "address": "10.77.1.11:6379", "workers": ["n2", "n3"], "total_gpus": 4}
+    assert plan["runtime"] == {"variant": "cpu", "vllm_version": "0.32.0", "ray": True}
+    assert plan["nodes"]["n1"] == {
+        "address": "10.77.1.11",
+        "interface": "eth0",
+        "gpus": [],
+        "groups": ["ray_head", "ironrack_runtime"],
+    }
+    assert plan["nodes"]["n2"]["groups"] == ["ray_workers", "ironrack_engines", "ironrack_api", "ironrack_runtime"]
+    assert plan["nodes"]["n3"]["groups"] == ["ray_workers", "ironrack_engines", "ironrack_runtime"]
+    assert plan["hosts"]["n1"] == {"ray": {"role": "head", "num_gpus": 0}, "instances": []}
+    assert plan["hosts"]["n3"] == {"ray": {"role": "worker", "num_gpus": 2}, "instances": []}
+    (engine,) = plan["hosts"]["n2"]["instances"]
+    assert (engine["role"], engine["needs_ray_gpus"], engine["environment"]) == ("api", 4, {})
+    assert engine["args"][:5] == ["/data/models/tiny", "--served-model-name", "tiny", "--host", "0.0.0.0"]
+    assert "--gpu-memory-utilization" not in engine["args"]
+    assert "--nnodes" not in engine["args"]
+    instance = plan["instances"]["tiny"]
+    assert instance["url"] == "http://10.77.1.12:8000"
+    assert instance["world"] == [
+        {"node": "n2", "rank": 0, "role": "api"},
+        {"node": "n3", "rank": 1, "role": "ray"},
+    ]
+    assert plan["hosts_entries"][0] == {"address": "10.77.1.11", "names": ["n1"]}
+    assert plan["digest"] == digest({key: value for key, value in plan.items() if key != "digest"})
+    assert "tensor 2 x pipeline 2" in plan["report"]
+
+
+def test_mp_over_two_nodes() -> None:
+    plan, problems = run(lab(executor="mp"), {"vllm_nodes": ["n2", "n3"]})
+    assert problems == []
+    assert plan["ray"] is None
+    first, second = (plan["hosts"][host]["instances"][0] for host in ("n2", "n3"))
+    assert (first["role"], second["role"]) == ("api", "headless")
+    assert second["args"][-9:] == [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--master-addr",
+        "10.77.1.12",
+        "--master-port",
+        "29501",
+        "--headless",
+    ]
+    assert "--headless" not in first["args"]
+    assert "--port" not in second["args"]
+    # n1 has nothing to do, so it is no node of the cluster.
+    assert "n1" not in plan["nodes"]
+
+
+def test_one_node_needs_no_address() -> None:
+    hosts = {
+        "box": {
+            "gpus": {"count": 2, "name": "NVIDIA H200", "memory_total_mib": 143771},
+            "vllm_instances": {
+                "m": {"model": {"path": "/m", "config": str(FIXTURES / "dense_8b.json")}, "nodes": "box"}
+            },
+        }
+    }
+    plan, problems = run(hosts, {})
+    assert problems == []
+    assert plan["nodes"]["box"]["address"] is None
+    assert plan["hosts_entries"] == []
+    assert plan["instances"]["m"]["url"] == "http://127.0.0.1:8000"
+    assert plan["instances"]["m"]["executor"] == "mp"
+
+
+def test_ray_groups_are_derived() -> None:
+    plan, problems = run(lab(), {"vllm_nodes": ["n2", "n3"]})
+    assert problems == []
+    assert (plan["ray"]["head"], plan["ray"]["workers"]) == ("n2", ["n3"])
+    assert plan["hosts"]["n2"]["ray"] == {"role": "head", "num_gpus": 2}
+
+
+def test_ray_groups_without_ray_do_nothing() -> None:
+    plan, problems = run(lab(executor="mp"))
+    assert problems == []
+    assert plan["ray"] is None
+    assert plan["nodes"]["n1"]["groups"] == []
+    assert any("no instance uses Ray" in text for text in plan["warnings"])
+
+
+def test_no_instances() -> None:
+    plan, problems = run({"n1": {}}, {"vllm_nodes": ["n1"]})
+    assert problems == []
+    assert plan["instances"] == {}
+    assert "No instances" in plan["report"]
+
+
+def test_ipv6_is_bracketed() -> None:
+    hosts = lab()
+    for number, host in enumerate(hosts.values(), 1):
+        host["cluster_address"] = f"fd00::{number}"
+    plan, problems = run(hosts)
+    assert problems == []
+    assert plan["ray"]["address"] == "[fd00::1]:6379"
+    assert plan["instances"]["tiny"]["url"] == "http://[fd00::2]:8000"
+
+
+def test_address_from_cached_facts() -> None:
+    hosts = lab()
+    del hosts["n3"]["cluster_address"]
+    plan, problems = run(hosts, facts={"n3": Facts(addresses={"eth0": "10.77.1.13"})})
+    assert problems == []
+    assert plan["nodes"]["n3"]["address"] == "10.77.1.13"
+    plan, problems = run(hosts, require_addresses=False)
+    assert problems == []
+    assert plan["nodes"]["n3"]["address"] is None
+    assert any("n3" in text for text in plan["warnings"])
+
+
+def test_gpus_from_cached_facts() -> None:
+    hosts = lab()
+    del hosts["n3"]["gpus"]
+    plan, problems = run(hosts, facts={"n3": Facts(gpus=[{"name": "slot", "memory_total_mib": 1024}] * 2)})
+    assert problems == []
+    assert any("gpus is not declared" in text for text in plan["warnings"])
+
+
+def test_facts_view() -> None:
+    view = facts_view(
+        {
+            "nics": [
+                {
+                    "name": "eth0",
+                    "addresses": [
+                        {"address": "fe80::1", "family": "ipv6", "scope": "link"},
+                        {"address": "10.0.0.1", "family": "ipv4", "scope": "global"},
+                    ],
+                },
+                {"name": "broken", "addresses": "x"},
+            ],
+            "gpus": [{"name": "NVIDIA H200", "memory_total_mib": 143771}, {"name": "x", "memory_total_mib": None}],
+        }
+    )
+    assert view.addresses == {"eth0": "10.0.0.1"}
+    assert len(view.gpus) == 1
+    assert facts_view(None) == Facts()
+
+
+def test_two_instances_share_a_node_when_their_sizes_are_pinned() -> None:
+    spec = {"model": {"path": "/m", "config": str(FIXTURES / "dense_8b.json")}, "nodes": "box"}
+    pins = {"tensor": 1, "pipeline": 1}
+    hosts = {
+        "box": {
+            "gpus": {"count": 2, "name": "NVIDIA H200", "memory_total_mib": 143771},
+            "vllm_instances": {
+                "a": {**spec, "parallelism": pins},
+                "b": {**spec, "parallelism": pins, "port": 8001},
+            },
+        }
+    }
+    plan, problems = run(hosts, {})
+    assert problems == []
+    visible = [item["environment"]["CUDA_VISIBLE_DEVICES"] for item in plan["hosts"]["box"]["instances"]]
+    assert visible == ["0", "1"]
+
+
+def two(hosts: dict[str, dict[str, Any]], **second: Any) -> dict[str, dict[str, Any]]:
+    for host in hosts.values():
+        instances = copy.deepcopy(host["vllm_instances"])
+        instances["zwei"] = {**instances["tiny"], **second}
+        host["vllm_instances"] = instances
+    return hosts
+
+
+def without(hosts: dict[str, dict[str, Any]], host: str, *names: str) -> dict[str, dict[str, Any]]:
+    for name in names:
+        del hosts[host][name]
+    return hosts
+
+
+def set_on(hosts: dict[str, dict[str, Any]], host: str, **values: Any) -> dict[str, dict[str, Any]]:
+    hosts[host].update(values)
+    return hosts
+
+
+HALF = {"tensor": 1, "pipeline": 1}
+FOUR = {**SLOTS, "count": 4}
+T = "vllm_instances.tiny"
+Z = "vllm_instances.zwei"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "groups", "variable", "value", "words"),
+    [
+        (
+            without(lab(), "n3", "cluster_address", "cluster_interface"),
+            None,
+            "cluster_address",
+            "(not set)",
+            ["n3", "multi-homed", "cluster_interface", "spans 2 nodes"],
+        ),
+        (without(lab(), "n1", "cluster_address"), None, "cluster_address", "(not set)", ["n1", "eth0", "facts"]),
+        (lab(nodes="vllm_node"), None, f"{T}.nodes", "vllm_node", ["did you mean vllm_nodes"]),
+        (lab(nodes="empty"), {**GROUPS, "empty": []}, f"{T}.nodes", "empty", ["the group is empty", "put hosts"]),
+        (lab(nodes=["n2", "n2"]), None, f"{T}.nodes", '["n2", "n2"]', ["twice"]),
+        (lab(nodes=[]), None, f"{T}.nodes", "[]", ["names no host"]),
+        (lab(model={"config": {}}), None, f"{T}.model.path", "(not set)", ["model.repo"]),
+        (lab(model={"path": "models/x"}), None, f"{T}.model.path", "models/x", ["absolute path"]),
+        (lab(model={"path": "/nowhere/x"}), None, f"{T}.model.path", "/nowhere/x", ["config.json", "model.config"]),
+        (lab(model={"path": "/x", "config": "no.json"}), None, f"{T}.model.config", "no.json", ["no such file"]),
+        (lab(model={"repo": "a/b"}), None, f"{T}.model.repo", "a/b", ["model_configs/a__b.json"]),
+        (lab(model={"repo": "nonsense"}), None, f"{T}.model.repo", "nonsense", ["org/name"]),
+        (lab(context_length=4096), None, f"{T}.context_length", "4096", ["2048", "auto"]),
+        (lab(parallelism={"tensor": 3}), None, f"{T}.parallelism.tensor", "3", ["(8)", "divisible", "1, 2, 4, 8"]),
+        (lab(parallelism={"tensor": 4, "pipeline": 2}), None, f"{T}.parallelism", "tensor", ["8 GPUs", "declare 4"]),
+        (lab(args={"max-modl-len": 1}), None, f"{T}.args.max-modl-len", "1", ["Did you mean 'max-model-len'"]),
+        (lab(args={"tensor_parallel_size": 1}), None, f"{T}.args.tensor_parallel_size", "1", ["parallelism.tensor"]),
+        (without(lab(), "n2", "gpus"), None, "gpus", "(not set)", ["n2", "nvidia-smi", "count"]),
+        (two(lab(parallelism=None)), None, f"{Z}.nodes", "vllm_nodes", ["two instances on the same GPUs", "tiny"]),
+        (two(lab()), None, f"{Z}.nodes", "vllm_nodes", ["taken by tiny"]),
+        (
+            two(set_on(lab(nodes=["n2"], parallelism=HALF, executor="mp"), "n2", gpus=FOUR)),
+            None,
+            f"{Z}.port",
+            "8000",
+            ["duplicate port on n2", "vllm_instances.tiny.port"],
+        ),
+        (
+            two(set_on(set_on(lab(executor="mp"), "n2", gpus=FOUR), "n3", gpus=FOUR), port=8001),
+            None,
+            f"{Z}.master_port",
+            "29501",
+            ["duplicate port on n2", "master_port"],
+        ),
+        (
+            two(set_on(lab(nodes=["n2"], parallelism=HALF), "n2", gpus=FOUR), executor="mp", port=8001),
+            None,
+            f"{Z}.executor",
+            "mp",
+            ["without Ray on n2", "tiny", "same executor"],
+        ),
+        (lab(), {**GROUPS, "ray_head": ["n1", "n2"]}, "ray_head", "n1, n2", ["2 hosts", "one head"]),
+        (lab(), {**GROUPS, "ray_workers": ["n2"]}, "ray_workers", '["n2"]', ["n3", "leave the group out"]),
+        (
+            set_on(lab(), "n3", python_env_variant="cu130"),
+            None,
+            "python_env_variant",
+            "cu130",
+            ["differs", "group_vars"],
+        ),
+        (
+            {**lab(), "n4": {"vllm_instances": {}}},
+            None,
+            "vllm_instances",
+            "{}",
+            ["n4", "differs from n1"],
+        ),
+        (
+            {name: {**host, "python_env_vllm_version": "0.1.0"} for name, host in lab().items()},
+            None,
+            "python_env_vllm_version",
+            "0.1.0",
+            ["0.33.0"],
+        ),
+    ],
+)
+def test_refusals(hosts, groups, variable, value, words) -> None:
+    plan, problems = run(copy.deepcopy(hosts), groups)
+    assert plan == {}
+    found = [item for item in problems if item.variable == variable]
+    assert found, problems
+    text = render(found)
+    assert all(item.remedy for item in found)
+    for word in [variable, value, *words]:
+        assert word in text, text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"hidden_size": "x"}', "{}", '{"num_attention_heads": 1e400}'])
+def test_bad_config_files(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content, encoding="utf-8")
+    plan, problems = run(lab(model={"path": "/x", "config": str(path)}))
+    assert plan == {}
+    (problem,) = problems
+    assert problem.variable.startswith("vllm_instances.tiny.model")
+    assert problem.remedy
+
+
+def test_all_problems_are_collected() -> None:
+    hosts = without(lab(port=1, nodes="nobody"), "n3", "cluster_address")
+    hosts["n2"]["cluster_adress"] = "x"
+    _, problems = run(hosts, {**GROUPS, "ray_head": ["n1", "n2"]})
+    assert {item.variable for item in problems} >= {
+        "vllm_instances.tiny.port",
+        "vllm_instances.tiny.nodes",
+        "cluster_adress",
+        "ray_head",
+    }
+
+
+def test_any_order_of_hosts_and_groups_gives_the_same_plan() -> None:
+    expected = run(lab())[0]
+    order = random.Random(7)  # noqa: S311
+    for _ in range(10):
+        names = list(lab())
+        order.shuffle(names)
+        hosts = {name: lab()[name] for name in names}
+        groups = {group: order.sample(members, len(members)) for group, members in GROUPS.items()}
+        assert json.dumps(run(hosts, groups)[0], sort_keys=True) == json.dumps(expected, sort_keys=True)
