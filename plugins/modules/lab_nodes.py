@@ -11,8 +11,8 @@ module: lab_nodes
 short_description: Bring the test nodes of a lab to their declared state
 version_added: "0.1.0"
 description:
-  - Creates the networks and nodes of a lab with podman or docker, starts what is stopped, makes anew what differs from its
-    declaration, and removes nodes and networks of this lab that are declared no longer.
+  - Creates the networks and nodes of a lab with podman or docker, starts what is stopped, makes anew what differs
+    from its declaration, and removes nodes and networks of this lab that are declared no longer.
   - A node is a container that boots systemd. It gets all capabilities but those that would reach the machine below it.
   - Waits until every node has booted, then installs the given files and returns the nodes' SSH host keys, read through
     the engine, which is a channel to trust.
@@ -21,7 +21,7 @@ author:
   - The ironrack authors (@ironrack)
 options:
   executable:
-    description: The engine's command line, as a list; for instance a command that enters the lab, followed by C(podman).
+    description: The engine's command line, for instance a command that enters the lab, followed by C(podman).
     type: list
     elements: str
     default: [podman]
@@ -203,7 +203,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ansible.module_utils.basic import AnsibleModule
 
-DROPPED = "SYS_TIME,SYS_RESOURCE,SYS_MODULE,SYS_RAWIO"
+DROPPED = ("SYS_TIME", "SYS_RESOURCE", "SYS_MODULE", "SYS_RAWIO")
 LAB, DIGEST = "ironrack.lab", "ironrack.digest"
 
 # Waits for the end of the boot, then tells everything there is to know in one go.
@@ -212,13 +212,20 @@ end=$(( $(date +%s) + {timeout} ))
 while :; do
   state=$(systemctl is-system-running 2>/dev/null)
   case $state in running|degraded) break ;; esac
-  [ "$(date +%s)" -lt "$end" ] || {{ echo "state $state"; systemctl list-jobs --no-legend 2>&1 | sed 's/^/failed /'; exit 0; }}
+  if [ "$(date +%s)" -ge "$end" ]; then
+    echo "state $state"
+    systemctl list-jobs --no-legend 2>&1 | sed 's/^/failed /'
+    exit 0
+  fi
   sleep 0.1
 done
 echo "state $state"
 systemctl list-units --failed --plain --no-legend 2>/dev/null | sed 's/^/failed /'
 sed 's/^/key /' /etc/ssh/ssh_host_*_key.pub
-for file in {paths}; do printf 'file '; stat -c '%a %U' "$file" 2>/dev/null | tr '\\n' ' '; sha256sum "$file" 2>/dev/null || echo "- $file"; done
+for file in {paths}; do
+  [ -f "$file" ] || continue
+  echo "file $(stat -c '%a %U' "$file") $(sha256sum "$file")"
+done
 """
 
 
@@ -230,44 +237,46 @@ def digest_of(declaration):
     return hashlib.sha256(json.dumps(declaration, sort_keys=True).encode()).hexdigest()
 
 
-def network_arguments(engine, lab, prefix, network, internal):
-    """Command line that creates a network, its label excepted."""
+def network_arguments(wanted, network):
+    """Command line that creates a network, its digest and name excepted."""
     arguments = ["network", "create", "--subnet", network["subnet"], "--gateway", network["gateway"]]
-    if internal:
+    if wanted["internal"]:
         arguments.append("--internal")
-    if engine == "podman":
+    if wanted["engine"] == "podman":
         # Names come from /etc/hosts, as on hosts without a name server; and a closed lab has none to ask.
         arguments.append("--disable-dns")
-    return [*arguments, "--label", f"{LAB}={lab}"], prefix + network["name"]
+    return [*arguments, "--label", f"{LAB}={wanted['lab']}"], wanted["prefix"] + network["name"]
 
 
-def node_arguments(engine, lab, prefix, networks, node, image, mounts, shm_size, publish):
-    """Command line that creates a node, its digest excepted."""
-    arguments = ["--name", prefix + node["name"], "--hostname", node["name"], "--label", f"{LAB}={lab}"]
-    for network in networks:
+def node_arguments(wanted, node, image):
+    """Command line that creates a node, its digest and image excepted."""
+    podman = wanted["engine"] == "podman"
+    arguments = ["--name", wanted["prefix"] + node["name"], "--hostname", node["name"]]
+    arguments += ["--label", f"{LAB}={wanted['lab']}"]
+    for network in wanted["networks"]:
         address = node["addresses"].get(network["name"])
         if address is None:
             continue
-        name, interface = prefix + network["name"], network["interface"]
-        if engine == "podman":
+        name, interface = wanted["prefix"] + network["name"], network["interface"]
+        if podman:
             arguments += ["--network", f"{name}:ip={address},interface_name={interface}"]
         else:
             option = f"driver-opt=com.docker.network.endpoint.ifname={interface}"
             arguments += ["--network", f"name={name},ip={address},{option}"]
-    arguments += ["--restart", "always", "--shm-size", shm_size, "--cap-add", "ALL"]
-    for capability in DROPPED.split(","):
+    arguments += ["--restart", "always", "--shm-size", wanted["shm_size"], "--cap-add", "ALL"]
+    for capability in DROPPED:
         arguments += ["--cap-drop", capability]
     arguments += ["--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined"]
-    if engine == "podman":
+    if podman:
         arguments += ["--systemd=always", "--no-hosts", "--pull=never"]
     else:
         arguments += ["--security-opt", "systempaths=unconfined", "--cgroupns", "private", "--env", "container=docker"]
         for folder in ("/run:exec", "/run/lock", "/tmp:exec"):  # noqa: S108
             arguments += ["--tmpfs", folder]
-    for item in mounts:
+    for item in wanted["mounts"]:
         mode = "ro" if item["read_only"] else "rw"
         arguments += ["--volume", f"{item['source']}:{item['target']}:{mode}"]
-    if publish:
+    if wanted["publish"]:
         for forward in node["forwards"]:
             arguments += ["--publish", f"{forward['listen']}:{forward['port']}"]
     return arguments, image
@@ -363,20 +372,18 @@ class Reconciler:
     def declared(self):
         """Wanted networks and nodes: name -> (digest, command line)."""
         wanted = self.parameters
-        shared = (wanted["engine"], wanted["lab"], wanted["prefix"])
         networks, nodes = {}, {}
         if wanted["state"] == "absent":
             return networks, nodes
         for network in wanted["networks"]:
-            arguments, name = network_arguments(*shared, network, wanted["internal"])
+            arguments, name = network_arguments(wanted, network)
             digest = digest_of(arguments)
             networks[name] = (digest, [*arguments, "--label", f"{DIGEST}={digest}", name])
         for node in wanted["nodes"]:
             image = wanted["images"].get(node["suite"])
             if image is None:
                 raise EngineError(f"node {node['name']}: no image is given for suite {node['suite']!r}")
-            rest = (node, image, wanted["mounts"], wanted["shm_size"], wanted["publish"])
-            arguments, image = node_arguments(*shared, wanted["networks"], *rest)
+            arguments, image = node_arguments(wanted, node, image)
             digest = digest_of([arguments, image, {name: made[0] for name, made in networks.items()}])
             command = ["create", *arguments, "--label", f"{DIGEST}={digest}", image]
             nodes[wanted["prefix"] + node["name"]] = (digest, command)
@@ -442,7 +449,8 @@ class Reconciler:
             jobs = ", ".join(found["failed_units"]) or "none"
             raise EngineError(
                 f"node {name} has not booted after {self.parameters['boot_timeout']} s: its state is "
-                f"{found['state'] or 'unknown'!r}, its jobs: {jobs}; its log: {self.engine('logs', '--tail', '20', name, check=False)}"
+                f"{found['state'] or 'unknown'}, its jobs: {jobs}; what it printed: "
+                + self.engine("logs", "--tail", "20", name, check=False)
             )
         files = self.parameters["files"]
         stale = [item for item in files if found["files"].get(item["path"]) != file_signature(item)]

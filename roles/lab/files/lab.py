@@ -888,7 +888,10 @@ def addresses_of(lab: Lab, words: str, network: str | None) -> list[str]:
 def partition_rules(left: Sequence[str], right: Sequence[str]) -> str:
     """nftables text that drops everything between two sides, both ways."""
     sides = "{ " + ", ".join(left) + " }", "{ " + ", ".join(right) + " }"
-    lines = [f"table bridge {NFT_TABLE} {{ chain cut {{ type filter hook forward priority 0; }} }}"]
+    lines = [
+        f"add table bridge {NFT_TABLE}",
+        f"add chain bridge {NFT_TABLE} cut {{ type filter hook forward priority 0; }}",
+    ]
     for source, target in (sides, sides[::-1]):
         lines.append(f"add rule bridge {NFT_TABLE} cut ip saddr {source} ip daddr {target} drop")
         lines.append(f"add rule bridge {NFT_TABLE} cut arp saddr ip {source} arp daddr ip {target} drop")
