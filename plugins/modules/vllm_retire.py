@@ -8,8 +8,8 @@ module: vllm_retire
 short_description: Stop and remove instances and Ray units that a node should no longer have
 version_added: 0.1.0
 description:
-  - Looks for instances of C(vllm@.service) and for Ray units that this project wrote, stops those that are not to be
-    kept, and removes their files.
+  - Looks for instances of C(vllm@.service), for the timers that watch over them and for Ray units that this project
+    wrote, stops those that are not to be kept, and removes their files.
   - Only files that begin with this project's mark are touched. What was written by hand stays.
 author:
   - The ironrack authors
@@ -20,7 +20,7 @@ options:
     elements: str
     required: true
   keep_units:
-    description: Ray units that stay.
+    description: Ray units and timers that stay.
     type: list
     elements: str
     default: []
@@ -41,6 +41,7 @@ EXAMPLES = r"""
 - name: Keep one instance, and no Ray
   ironrack.vllm.vllm_retire:
     keep_instances: [tiny]
+    keep_units: [vllm-canary@tiny.timer]
 """
 
 RETURN = r"""
@@ -67,6 +68,7 @@ from ansible.module_utils.basic import AnsibleModule
 UNITS = "/etc/systemd/system"
 MARK = "# Managed by ironrack"
 INSTANCE = re.compile(r"vllm@(.+)\.service\.d")
+WATCHER = re.compile(r"(.+)\.(canary|watch)\.json")
 RAY_UNITS = ("ray-head.service", "ray-worker.service")
 
 
@@ -94,11 +96,18 @@ def leftovers(keep_instances, keep_units, config_dir):
             units += [f"vllm-canary@{match[1]}.timer", f"vllm-watch@{match[1]}.timer", f"vllm@{match[1]}.service"]
             files = [f"{config_dir}/vllm/{match[1]}.{suffix}" for suffix in ("env", "canary.json", "watch.json")]
             paths += [path for path in files if os.path.lexists(path)] + [dropin]
+    # The node's part in an instance that stays may have changed: the API server moved to another node, or came here.
+    for name in names(f"{config_dir}/vllm"):
+        match = WATCHER.fullmatch(name)
+        timer = f"vllm-{match[2]}@{match[1]}.timer" if match else None
+        if timer and timer not in units + keep_units:
+            units.append(timer)
+            paths.append(f"{config_dir}/vllm/{name}")
     for name in RAY_UNITS:
         if name not in keep_units and ours(f"{UNITS}/{name}"):
             units.append(name)
             paths.append(f"{UNITS}/{name}")
-    if any(name in units for name in RAY_UNITS) and not keep_units:
+    if any(name in units for name in RAY_UNITS) and not any(name in keep_units for name in RAY_UNITS):
         paths[:0] = [path for path in (f"{config_dir}/ray.token", f"{config_dir}/ray.env") if os.path.lexists(path)]
     return units, paths
 
