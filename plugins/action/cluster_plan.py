@@ -90,7 +90,7 @@ class Collected:
         self._model_files = model_files
         self._contract = contract.CONTRACT
         self._known = {*contract.CONTRACT, *contract.SWITCHES, *roles}
-        self._plain_cache: dict[int, tuple[Any, Any]] = {}
+        self._plain_cache: dict[int, tuple[Any, Any, bool]] = {}
         self._configs: dict[str, tuple[Any, Any]] = {}
         inventory_dir = task_vars.get("inventory_dir")
         self._inventory_dir = Path(str(inventory_dir)) if inventory_dir else None
@@ -112,16 +112,14 @@ class Collected:
             if name not in self._known:
                 # Shown in the message about an unknown variable, and no further.
                 if not self._validate.is_foreign(name):
-                    yield name, self._cached(value)
+                    yield name, self._cached(value)[0]
                 continue
-            templated = _has_template(value)
+            plain, templated = self._cached(value)
+            if not templated:
+                yield name, plain
+                continue
             if name not in self._contract:
                 # Roles check their own variables again when they run; what needs templating is left to them.
-                if not templated:
-                    yield name, self._cached(value)
-                continue
-            if not templated:
-                yield name, self._cached(value)
                 continue
             try:
                 templar = self._templar.copy_with_new_env(available_variables={**raw, "hostvars": hostvars})
@@ -131,18 +129,18 @@ class Collected:
                     self._validate.Problem(
                         host,
                         name,
-                        self._validate.show(self._cached(value), name),
+                        self._validate.show(plain, name),
                         f"can't be evaluated: {error.message}",
                         "use only variables of the inventory in it; facts and role defaults are not known yet",
                     )
                 )
 
-    def _cached(self, value: Any) -> Any:
-        """Hosts of one group share an object; they share its copy too."""
+    def _cached(self, value: Any) -> tuple[Any, bool]:
+        """A plain copy, and whether it holds a template. Hosts of one group share an object; they share its copy."""
         if id(value) not in self._plain_cache:
             # The original is kept, so that its id stays taken.
-            self._plain_cache[id(value)] = (value, self.plain(value))
-        return self._plain_cache[id(value)][1]
+            self._plain_cache[id(value)] = (value, self.plain(value), _has_template(value))
+        return self._plain_cache[id(value)][1:]
 
     def load_config(self, variable: str, model: Mapping[str, Any]) -> tuple[Any, Any]:
         """The model's config.json, read once."""
@@ -150,19 +148,34 @@ class Collected:
             self._configs[variable] = self._model_files.find_config(variable, model, self._inventory_dir)
         return self._configs[variable]
 
+    @staticmethod
+    def _instances(values: Mapping[str, Any]) -> dict[str, Any]:
+        instances = values.get("vllm_instances")
+        return instances if isinstance(instances, dict) else {}
+
     def inputs(self) -> list[Any]:
         """Everything that the plan depends on."""
-        configs = {}
-        for values in self.values.values():
-            instances = values.get("vllm_instances")
-            for name, spec in instances.items() if isinstance(instances, dict) else ():
+        configs: dict[str, Any] = {}
+        # What many hosts share is written once.
+        shared: dict[int, int] = {}
+        written: list[Any] = []
+        hosts: dict[str, dict[str, int]] = {}
+        for host, values in self.values.items():
+            hosts[host] = {}
+            for name, value in sorted(values.items()):
+                if id(value) not in shared:
+                    shared[id(value)] = len(written)
+                    written.append(value)
+                hosts[host][name] = shared[id(value)]
+        for instances in {id(item): item for item in map(self._instances, self.values.values())}.values():
+            for name, spec in instances.items():
                 model = spec.get("model") if isinstance(spec, dict) else None
                 variable = f"vllm_instances.{name}.model"
                 if isinstance(model, dict) and variable not in configs:
                     configs[variable] = self.load_config(variable, model)[0]
         facts = {host: vars(view) for host, view in self.facts.items()}
         problems = [vars(problem) for problem in self.problems]
-        return [self.values, self.names, self.groups, facts, configs, self.extra, problems]
+        return [hosts, written, self.names, self.groups, facts, configs, self.extra, problems]
 
 
 def _check_controller() -> None:
