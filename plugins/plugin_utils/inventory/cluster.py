@@ -208,7 +208,12 @@ class Builder:
     def plan_engines(self, engines: list[Engine], variant: str, version: str) -> list[Engine]:
         shared = _shared_nodes(engines)
         taken: dict[str, dict[int, str]] = {}
-        gpus = {host: self.declared_gpus(host, True) for engine in engines for host in engine.nodes if engine.config is not None}
+        gpus = {
+            host: self.declared_gpus(host, True)
+            for engine in engines
+            for host in engine.nodes
+            if engine.config is not None
+        }
         planned = []
         for engine in engines:
             if engine.config is None or not all(gpus.get(host) for host in engine.nodes):
