@@ -178,9 +178,7 @@ GPU_FIELDS = (
     ("ecc", "ecc.mode.current"),
 )
 # Not the whole command line: people put secrets into it.
-KERNEL_OPTIONS = re.compile(
-    r"(intel_|amd_)?iommu|pcie?_|pci=|hugepages|default_hugepagesz|isolcpus|nohz_full|mitigations="
-)
+KERNEL_OPTIONS = re.compile(r"(intel_|amd_)?iommu|pcie?_|pci=|hugepages|default_hugepagesz|isolcpus|nohz_full")
 NOT_LOCAL = re.compile(r"squashfs|nfs|cifs|smb|fuse|ceph|lustre|beegfs|gpfs|glusterfs|9p|\bafs|autofs")
 SCOPES = {0: "global", 200: "site", 253: "link", 254: "host"}
 
