@@ -17,7 +17,7 @@ from ansible.release import __version__ as core_version
 
 COLLECTION = Path(__file__).resolve().parents[2]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_FACT = "ironrack_plan"
+_REGISTERED = "ironrack_plan"
 _HOST_FACTS = "ironrack_host"
 
 
@@ -40,7 +40,7 @@ class ActionModule(ActionBase):
         collected = Collected(task_vars, self._templar, _role_options())
         options = {"require_addresses": arguments["require_addresses"]}
         inputs = cluster.digest([collected.inputs(), options, _code_digest()])
-        known = task_vars.get("ansible_facts", {}).get(_FACT)
+        known = task_vars.get(_REGISTERED)
         if isinstance(known, Mapping) and known.get("inputs") == inputs:
             # Planned earlier in this run, or in an earlier run from the very same inputs.
             return self._success(result, collected.plain(known))
@@ -62,9 +62,9 @@ class ActionModule(ActionBase):
 
     @staticmethod
     def _success(result: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-        # The plan is the result as well as a fact: `register: ironrack_plan` gives it a name of its own on every host
-        # without writing it into the fact cache of each. Ansible itself shows its warnings.
-        return {**result, **plan, "changed": False, "ansible_facts": {_FACT: plan}}
+        # No fact: `register: ironrack_plan` with run_once gives the plan to every host, without a copy of it in the fact
+        # cache of each. Ansible itself shows its warnings.
+        return {**result, **plan, "changed": False}
 
 
 class Collected:
