@@ -576,9 +576,13 @@ class Release:
             environment["SSL_CERT_FILE"] = params["ca_bundle"]
         else:
             environment["UV_SYSTEM_CERTS"] = "1"
-        if params["http_proxy"]:
-            for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
-                environment[name] = params["http_proxy"]
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            proxy = params["http_proxy"] or os.environ.get(name)
+            if proxy:
+                environment[name] = proxy
+        for name in ("no_proxy", "NO_PROXY"):
+            if name in os.environ:
+                environment[name] = os.environ[name]
         return environment
 
     def explain_uv(self, output):

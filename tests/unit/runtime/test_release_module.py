@@ -1,0 +1,442 @@
+"""The module `release` on a small stand-in for an environment: pack, unpack, switch, clean up, survive kills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ansible_collections.ironrack.vllm.plugins.modules import release as module
+
+ID = "0123456789abcdef"
+OTHERS = [f"{index:016x}" for index in range(1, 6)]
+needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="zstd is not installed")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Release(...) over folders of the test; each call is a new run."""
+
+    def build(check_mode=False, **params):
+        defaults = {
+            "release_id": ID,
+            "versions": {"vllm": "0.32.0", "torch": "2.13.0+cpu"},
+            "variant": "cpu",
+            "python": ".".join(map(str, sys.version_info[:2])),
+            "interpreter": sys.executable,
+            "prefix": str(tmp_path / "opt"),
+            "cache_dir": str(tmp_path / "cache"),
+            "log_path": str(tmp_path / "release.log"),
+            "index_url": "https://index.example/simple",
+            "extra_index_urls": [],
+            "find_links": [],
+            "http_proxy": "",
+            "ca_bundle": "",
+            "credentials": {},
+            "lock_name": "cpu-cp311.txt",
+            "lock_file": "",
+            "wheel_files": [],
+            "download_bytes": 1000,
+            "uv_version": "9.9.9",
+            "uv_sha256": "0" * 64,
+            "pack": True,
+            "serve": None,
+            "source": {},
+            "keep": 3,
+        }
+        built = module.Release(SimpleNamespace(params={**defaults, **params}, check_mode=check_mode))
+        built.prove = lambda: None
+        return built
+
+    return build
+
+
+def fill(release, identity=None, size=100, built_on="elsewhere"):
+    """A finished release on disk."""
+    root = Path(release.root, identity or release.id)
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "python").symlink_to(sys.executable)
+    (root / "lib").mkdir()
+    (root / "lib" / "data.bin").write_bytes(b"d" * size)
+    manifest, files, total = module.write_manifest(str(root))
+    marker = {
+        "id": identity or release.id,
+        "bytes": total,
+        "files": files,
+        "manifest_sha256": manifest,
+        "built_on": built_on,
+        "python": release.interpreter_version(),
+    }
+    (root / module.MARKER).write_text(json.dumps(marker))
+    return root
+
+
+# ---------------------------------------------------------------- manifest
+
+
+def test_the_manifest_names_every_file_and_link(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("x")
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / module.MARKER).write_text("{}")
+    digest, files, size = module.write_manifest(str(tmp_path))
+    text = (tmp_path / module.MANIFEST).read_text()
+    assert text == f"link:b 0 a\n{hashlib.sha256(b'x').hexdigest()} 1 b/file\n"
+    assert (digest, files, size) == (hashlib.sha256(text.encode()).hexdigest(), 2, 1)
+    assert module.write_manifest(str(tmp_path))[0] == digest
+
+
+# ---------------------------------------------------------------- archive
+
+
+@needs_zstd
+def test_a_release_travels_as_an_archive(make, tmp_path):
+    builder = make()
+    fill(builder)
+    result = builder.built()["archive"]
+    assert result["sha256"] == module.file_sha256(result["path"])
+    assert Path(result["path"] + ".sha256").read_text() == f"{result['sha256']}  {ID}.tar.zst\n"
+
+    node = make(prefix=str(tmp_path / "other"), source=result)  # same cache: nothing to fetch
+    node.fetched()
+    assert node.marker()["id"] == ID
+    assert (Path(node.path) / "lib/data.bin").read_bytes() == b"d" * 100
+    assert (Path(node.path) / "bin/python").is_symlink()
+    assert node.actions == [f"unpacked {node.path} in 0 s"]
+    assert Path(result["path"]).exists(), "an archive that was there before stays"
+    again = make(prefix=str(tmp_path / "other"), source=result)
+    again.fetched()
+    assert not again.changed
+
+
+@needs_zstd
+def test_a_fetched_archive_is_not_kept_twice(make, tmp_path):
+    builder = make()
+    fill(builder)
+    result = builder.built()["archive"]
+    calls = []
+
+    def download(url, target, sha256, size, log):
+        calls.append(url)
+        shutil.copyfile(result["path"], target)
+
+    node = make(
+        prefix=str(tmp_path / "other"), cache_dir=str(tmp_path / "cache2"), source={**result, "url": "http://b/x"}
+    )
+    original, module.download = module.download, download
+    try:
+        node.fetched()
+    finally:
+        module.download = original
+    assert calls == ["http://b/x"]
+    assert node.marker() is not None
+    assert not Path(node.archive_path).exists()
+
+
+@needs_zstd
+def test_a_seeded_archive_is_used_instead_of_a_build(make, tmp_path):
+    first = make()
+    fill(first)
+    first.built()
+    shutil.rmtree(first.path)
+    second = make()
+    second.build = lambda: pytest.fail("built although there is an archive")
+    second.built()
+    assert second.marker() is not None
+
+
+@needs_zstd
+def test_a_damaged_archive_is_not_trusted(make):
+    first = make()
+    fill(first)
+    archive = Path(first.built()["archive"]["path"])
+    archive.write_bytes(archive.read_bytes()[:-1] + b"!")
+    second = make()
+    sha256 = second.built()["archive"]["sha256"]
+    assert sha256 == module.file_sha256(str(archive))
+    assert any("packed" in action for action in second.actions)
+
+
+@needs_zstd
+def test_an_archive_of_something_else_is_refused(make, tmp_path):
+    release = make()
+    fill(release, OTHERS[0])
+    release.prepare_folders()
+    subprocess.run(
+        ["tar", "--create", "--zstd", "--file", release.archive_path, "--directory", release.root, OTHERS[0]],
+        check=True,
+    )
+    with pytest.raises(module.ReleaseError, match="does not hold the release"):
+        release.unpack(100)
+    assert release.marker() is None
+
+
+# ---------------------------------------------------------------- kills
+
+
+def test_a_folder_without_a_marker_is_not_a_release(make):
+    release = make()
+    Path(release.path, "bin").mkdir(parents=True)
+    assert release.marker() is None
+    Path(release.path, module.MARKER).write_text('{"id": "')
+    assert release.marker() is None
+    Path(release.path, module.MARKER).write_text(json.dumps({"id": OTHERS[0]}))
+    assert release.marker() is None
+
+
+@needs_zstd
+def test_what_a_killed_run_left_is_replaced(make, tmp_path):
+    builder = make()
+    fill(builder)
+    archive = builder.built()["archive"]
+    node = make(prefix=str(tmp_path / "other"), source=archive)
+    Path(node.path, "half").mkdir(parents=True)
+    Path(node.root, f".{ID}.part", ID).mkdir(parents=True)
+    Path(node.archive_path + ".part").write_bytes(b"half")
+    node.fetched()
+    assert node.marker() is not None
+    assert not Path(node.path, "half").exists()
+    assert not Path(node.root, f".{ID}.part").exists()
+
+
+def test_a_second_run_waits_for_the_first(make, tmp_path):
+    first, second = make(), make()
+    order = []
+    lock = str(tmp_path / "lock")
+    entered = threading.Event()
+
+    def hold():
+        with first.locked(lock):
+            entered.set()
+            time.sleep(0.7)
+            order.append("first")
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    with second.locked(lock):
+        order.append("second")
+    thread.join()
+    assert order == ["first", "second"]
+    assert "waiting for another run" in (tmp_path / "release.log").read_text()
+
+
+def test_the_lock_outlives_a_killed_parent_until_its_child_ends(make, tmp_path):
+    release = make()
+    lock = str(tmp_path / "lock")
+    with release.locked(lock):
+        child = subprocess.Popen(["sleep", "1"], pass_fds=release.lock_handles)
+    try:
+        with pytest.raises(module.ReleaseError, match="another run has held"), make().locked(lock, patience=0.1):
+            pass
+    finally:
+        child.wait()
+    with make().locked(lock, patience=1):
+        pass
+
+
+# ---------------------------------------------------------------- switch
+
+
+def test_the_switch_is_one_step_and_only_to_a_complete_release(make):
+    release = make()
+    Path(release.root).mkdir(parents=True)
+    with pytest.raises(module.ReleaseError, match="is not complete"):
+        release.make_current()
+    assert release.linked() == ""
+    fill(release)
+    release.make_current()
+    assert str(Path(release.link).readlink()) == f"releases/{ID}"
+    before = os.lstat(release.link).st_mtime_ns
+    again = make()
+    again.make_current()
+    assert not again.changed
+    assert os.lstat(release.link).st_mtime_ns == before, "units restart when the link is newer than they are"
+
+
+def test_a_release_that_does_not_import_is_not_switched_to(make):
+    old = make(release_id=OTHERS[0])
+    fill(old)
+    old.make_current()
+    release = make()
+    fill(release)
+
+    def broken():
+        raise module.ReleaseError("no module named torch")
+
+    release.prove = broken
+    with pytest.raises(module.ReleaseError, match="torch"):
+        release.make_current()
+    assert release.linked() == f"releases/{OTHERS[0]}"
+
+
+def test_the_builder_proves_once(make):
+    release = make()
+    fill(release, built_on=socket.gethostname())
+    release.prove = lambda: pytest.fail("proven twice")
+    release.make_current()
+    assert release.is_current()
+
+
+def test_check_mode_changes_nothing_on_a_bare_node(make, tmp_path):
+    for state in ("built", "fetched", "make_current"):
+        release = make(check_mode=True)
+        getattr(release, state)()
+        assert release.changed
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- old releases
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("."))
+
+
+def age(path, seconds):
+    stamp = time.time() - seconds
+    os.utime(path, (stamp, stamp))
+
+
+def test_old_releases_and_archives_go_the_newest_stay(make):
+    release = make(keep=3)
+    for index, identity in enumerate(OTHERS):
+        age(fill(release, identity) / module.MARKER, 1000 - index)
+    release.prepare_folders()
+    for index, identity in enumerate(OTHERS):
+        archive = Path(release.archives, f"{identity}.tar.zst")
+        archive.write_bytes(b"x")
+        age(archive, 1000 - index)
+    fill(release)
+    release.make_current()
+    assert names(release.root) == sorted([ID, *OTHERS[-2:]])
+    assert names(release.archives) == [f"{identity}.tar.zst" for identity in OTHERS[-2:]]
+
+
+def test_what_a_process_uses_stays(make):
+    old = make(release_id=OTHERS[0])
+    age(fill(old) / module.MARKER, 1000)
+    old.make_current()
+    running = make(release_id=OTHERS[1])
+    age(fill(running) / module.MARKER, 900)
+    third = make(release_id=OTHERS[2])
+    age(fill(third) / module.MARKER, 800)
+    process = subprocess.Popen(["sleep", "30"], env={"VIRTUAL_ENV": running.path})
+    try:
+        release = make(keep=1)
+        fill(release)
+        release.make_current()
+    finally:
+        process.terminate()
+        process.wait()
+    assert names(release.root) == sorted([ID, OTHERS[1]])
+
+
+# ---------------------------------------------------------------- errors that say what helps
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(make, monkeypatch):
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=real(path).f_frsize))
+    release = make(download_bytes=5 * module.GIB)
+    release.prepare_folders()
+    with pytest.raises(module.ReleaseError, match=r"not enough disk space on .*GiB are free.*python_env_cache_dir"):
+        release.build()
+    assert not Path(release.path).exists()
+
+
+def test_the_space_on_one_file_system_is_added_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=15, f_frsize=1))
+    module.require_space([(str(tmp_path / "a" / "b"), 10, "x")], "")
+    with pytest.raises(module.ReleaseError):
+        module.require_space([(str(tmp_path / "a"), 10, "x"), (str(tmp_path / "b"), 10, "y")], "")
+
+
+def test_a_missing_or_other_python_is_named(make):
+    with pytest.raises(module.ReleaseError, match=r"/nowhere/python does not run on .*python_env_interpreter"):
+        make(interpreter="/nowhere/python").interpreter_version()
+    with pytest.raises(module.ReleaseError, match=r"python_env_python asks for 3\.99"):
+        make(python="3.99").interpreter_version()
+    patch = make(python=".".join(map(str, sys.version_info[:3])))
+    assert patch.interpreter_version() == patch.params["python"]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("error: Hash mismatch for `torch==2.13.0+cpu`", "not the one that was locked"),
+        ("error: Failed to fetch: `https://index.example/simple/ray/`", "python_env_http_proxy"),
+        ("  Caused by: invalid peer certificate: UnknownIssuer", "python_env_ca_bundle"),
+        ("  Because there is no version of torch==2.13.0+cpu and you require", "python_env_extra_index_urls"),
+        ("failed to copy: No space left on device (os error 28)", "make room"),
+        ("something else", ""),
+    ],
+)
+def test_uv_errors_are_explained(make, output, expected):
+    text = make().explain_uv(output)
+    assert expected in text
+    assert bool(text) == bool(expected)
+
+
+def test_a_failed_program_is_shown_with_the_end_of_its_output(make, tmp_path):
+    release = make()
+    with pytest.raises(module.ReleaseError, match=r"(?s)sh failed with status 3.*release\.log.*line 40"):
+        release.run(["sh", "-c", "seq -f 'line %g' 40; exit 3"])
+    assert "line 1\n" in (tmp_path / "release.log").read_text()
+
+
+# ---------------------------------------------------------------- index
+
+
+def test_passwords_travel_in_the_environment_only(make):
+    release = make(
+        extra_index_urls=["https://other.example/simple"],
+        find_links=["/opt/wheels"],
+        credentials={"index.example": "me:secret"},
+        http_proxy="http://proxy:3128",
+        ca_bundle="/etc/ca.pem",
+    )
+    environment = release.index_environment()
+    assert environment["UV_DEFAULT_INDEX"] == "https://me:secret@index.example/simple"
+    assert environment["UV_INDEX"] == "https://other.example/simple"
+    assert environment["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+    assert environment["UV_FIND_LINKS"] == "/opt/wheels"
+    assert environment["HTTPS_PROXY"] == environment["https_proxy"] == "http://proxy:3128"
+    assert environment["SSL_CERT_FILE"] == "/etc/ca.pem"
+    assert "UV_INDEX_STRATEGY" not in make().index_environment()
+
+
+NAME = module.UV_WHEEL.format(version="9.9.9")
+
+
+@pytest.mark.parametrize(
+    ("content_type", "page"),
+    [
+        ("text/html", f'<a href="x.whl">x</a><a href="../files/{NAME}#sha256=00">uv</a>'),
+        ("application/vnd.pypi.simple.v1+json", json.dumps({"files": [{"url": f"../files/{NAME}#sha256=00"}]})),
+    ],
+)
+def test_the_wheel_of_uv_is_found_on_an_index_page(content_type, page):
+    link = module.wheel_link(page, content_type, "https://index.example/simple/uv/", NAME)
+    assert link == f"https://index.example/simple/files/{NAME}"
+    assert module.wheel_link(page, content_type, "https://index.example/", "other.whl") is None
+
+
+def test_a_uv_with_another_hash_is_refused(make, tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / NAME).write_bytes(b"not uv")
+    release = make(find_links=[str(wheels)])
+    release.prepare_folders()
+    with pytest.raises(module.ReleaseError, match=r"python_env_uv_sha256 is 000"):
+        release.uv()
+    assert list(Path(release.params["cache_dir"], "uv").iterdir()) == []
