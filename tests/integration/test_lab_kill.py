@@ -133,7 +133,7 @@ def test_a_killed_holder_and_a_killed_lab_down_are_cleared(site: Site) -> None:
     os.kill(pid, signal.SIGKILL)
     site.run("lab_up.yml")
     assert site.status()["pid"] not in (None, pid)
-    site.kill_in("lab_down.yml", "End the holder", 0.3)
+    site.kill_in("lab_down.yml", "End the holder and remove the lab's folder", 0.3)
     site.run("lab_down.yml")
     assert traces(site.lab) == []
     assert "changed=0 " in site.run("lab_down.yml")

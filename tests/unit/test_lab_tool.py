@@ -157,15 +157,38 @@ def test_gate_listens_on_loopback_only(address: str) -> None:
         tool.forwards(settings(nodes=nodes))
 
 
-def test_pip_settings_from_files_and_environment() -> None:
-    text = (
-        ":env:.find-links='/opt/wheels'\nglobal.index-url='https://a.example/simple'\n"
-        "global.extra-index-url='file:///x\\nhttps://b.example/simple'\ndownload.find-links='/no'\nglobal.cert='/c'\n"
+def test_pip_settings_from_files_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    configuration = tmp_path / "pip.conf"
+    configuration.write_text(
+        f"[global]\nindex-url = https://a.example/simple\nextra-index-url =\n  file:///x\n  https://b.example/simple\n"
+        f"[install]\nfind-links = file://{wheels} /not/there\n[download]\nfind-links = /no\n"
     )
-    found = tool.parse_pip_settings(text)
-    assert found["find-links"] == ["/opt/wheels"]
-    assert found["index-url"] == ["https://a.example/simple"]
-    assert found["extra-index-url"] == ["file:///x", "https://b.example/simple"]
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("UV_INDEX", "torch=https://c.example/whl")
+    pip = tool.pip_settings()
+    assert {"https://a.example/simple", "https://b.example/simple", "https://c.example/whl"} <= set(
+        tool.site_indexes(pip)
+    )
+    assert {"source": str(wheels), "target": "/opt/wheels-1", "read_only": True} in tool.wheel_mounts(pip)
+    assert [mount["source"] for mount in tool.wheel_mounts(pip)].count(str(wheels)) == 1
+
+
+def test_a_folder_that_is_no_lab_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "RUN", tmp_path / "run")
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / "file").touch()
+    assert tool.command_down("demo", folder) == 0
+    assert (folder / "file").exists()
+    (folder / "lab.json").touch()
+    assert tool.command_down("demo", folder) == 0
+    assert not folder.exists()
 
 
 def test_partition_drops_both_ways_and_arp_too() -> None:

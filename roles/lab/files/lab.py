@@ -12,6 +12,7 @@ Settings come from DIR/lab.json, which role `lab` writes. Standard library only.
 from __future__ import annotations
 
 import argparse
+import configparser
 import contextlib
 import ctypes
 import errno
@@ -565,24 +566,26 @@ def wait_ready(lab: Lab, written: int) -> dict[str, Any]:
 
 def command_down(name: str, directory: Path) -> int:
     run = run_directory(name)
-    if not run.exists():
-        sweep(name)
-        return emit(changed=False)
-    with locked(run / "lock"):
-        state = holder(name)
-        if state and Path(state["dir"]) != directory:
-            raise LabError(f"lab {name!r} belongs to {state['dir']}: take it down from there")
-        if state:
-            kill(state)
-        sweep(name)
-        old = read_state(name)
-        if old and not state:
-            # It died by itself: what its nodes left behind is no state to start the next lab from.
-            shutil.rmtree(Path(old["cache"]) / "podman" / name, ignore_errors=True)
-        shutil.rmtree(run)
-    with contextlib.suppress(OSError):
-        RUN.rmdir()
-    return emit(changed=True)
+    changed = (directory / "lab.json").exists()
+    if run.exists():
+        changed = True
+        with locked(run / "lock"):
+            state = holder(name)
+            if state and Path(state["dir"]) != directory:
+                raise LabError(f"lab {name!r} belongs to {state['dir']}: take it down from there")
+            if state:
+                kill(state)
+            sweep(name)
+            old = read_state(name)
+            if old and not state:
+                # It died by itself: what its nodes left behind is no state to start the next lab from.
+                shutil.rmtree(Path(old["cache"]) / "podman" / name, ignore_errors=True)
+            shutil.rmtree(run)
+        with contextlib.suppress(OSError):
+            RUN.rmdir()
+    if (directory / "lab.json").exists():  # else it is no lab's folder, whatever it is
+        shutil.rmtree(directory)
+    return emit(changed=changed)
 
 
 def kill(state: dict[str, Any]) -> None:
@@ -813,38 +816,64 @@ def command_images(lab: Lab) -> int:
 
 
 def pip_settings() -> dict[str, list[str]]:
-    """pip's settings on this machine, from its environment and its configuration files."""
-    for command in ([sys.executable, "-m", "pip"], ["pip3"]):
-        with contextlib.suppress(OSError):
-            done = subprocess.run([*command, "config", "list"], capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                return parse_pip_settings(done.stdout)
-    return {}
-
-
-def parse_pip_settings(text: str) -> dict[str, list[str]]:
-    """`pip config list` as name -> words; settings of single commands are left out."""
+    """What pip is told on this machine, from its configuration files and its environment: name -> words."""
+    home = Path.home()
+    files = [
+        Path("/etc/xdg/pip/pip.conf"),
+        Path("/etc/pip.conf"),
+        home / ".pip/pip.conf",
+        home / ".config/pip/pip.conf",
+    ]
+    if extra := os.environ.get("PIP_CONFIG_FILE"):
+        files.append(Path(extra))
     found: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition("=")
-        section, _, name = name.rpartition(".")
-        if section in ("global", "install", ":env:"):
-            # pip prints a Python literal: several lines of a file come as \\n.
-            found.setdefault(name, []).extend(value.strip("'\"").replace("\\n", " ").split())
+    for path in files:
+        with contextlib.suppress(OSError, configparser.Error):
+            parser = configparser.RawConfigParser()
+            parser.read_string(path.read_text())
+            for section in ("global", "install"):
+                for name, value in parser[section].items() if parser.has_section(section) else ():
+                    found.setdefault(name, []).extend(value.split())
+    for name in ("find-links", "index-url", "extra-index-url"):
+        found.setdefault(name, []).extend(os.environ.get(f"PIP_{name.replace('-', '_').upper()}", "").split())
     return found
 
 
-def command_facts() -> int:
-    """What the role wants to know of this machine: local wheel folders and configured indexes."""
-    pip = pip_settings()
-    folders = [word.removeprefix("file://") for word in pip.get("find-links", [])]
-    indexes = pip.get("index-url", []) + pip.get("extra-index-url", [])
+def site_indexes(pip: dict[str, list[str]]) -> list[str]:
+    """Package indexes that this machine is set up to use, and its nodes may reach."""
+    indexes = pip["index-url"] + pip["extra-index-url"]
     for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"):
-        indexes += os.environ.get(name, "").split()
-    return emit(
-        wheels=[folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()],
-        indexes=[index for index in dict.fromkeys(indexes) if index.startswith(("http://", "https://"))],
-    )
+        # uv allows NAME=URL
+        indexes += [word.partition("=")[2] or word for word in os.environ.get(name, "").split()]
+    return [index for index in dict.fromkeys(indexes) if index.startswith(("http://", "https://"))]
+
+
+def wheel_mounts(pip: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Local wheel folders that pip is set up to use, as mounts for the nodes."""
+    words = dict.fromkeys(word.removeprefix("file://") for word in pip["find-links"])
+    folders = [word for word in words if Path(word).is_dir()]
+    return [
+        {"source": folder, "target": f"/opt/wheels-{number}", "read_only": True}
+        for number, folder in enumerate(folders, 1)
+    ]
+
+
+def command_prepare(directory: Path, settings: dict[str, Any]) -> int:
+    """What belongs to the user, not to root: the folders, the declaration and the key."""
+    pip = pip_settings()
+    settings["proxy"]["indexes"] = site_indexes(pip)
+    key = directory / "id_ed25519"
+    changed = False
+    for folder in (directory / "models", Path(settings["cache"]) / "node"):
+        changed |= not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+    changed |= write_atomic(directory / "lab.json", json.dumps(settings, indent=1) + "\n")
+    if not key.with_suffix(".pub").exists():
+        key.unlink(missing_ok=True)
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"lab {settings['name']}", "-f", str(key)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        changed = True
+    return emit(changed=changed, wheels=wheel_mounts(pip), public_key=key.with_suffix(".pub").read_text())
 
 
 def command_packages(wanted: Sequence[str]) -> int:
@@ -949,7 +978,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("down", help="end the lab and remove its traces outside the cache")
     commands.add_parser("status", help="print what is running, as JSON")
     commands.add_parser("images", help="make the images that the nodes boot from")
-    commands.add_parser("facts", help="print what the role wants to know of this machine")
+    commands.add_parser("prepare", help="write the declaration read from standard input; make folders and a key")
     packages = commands.add_parser("packages", help="install missing packages on this machine")
     packages.add_argument("packages", nargs="+")
     execute = commands.add_parser("exec", help="run a command in the lab, for instance: exec podman ps")
@@ -981,8 +1010,8 @@ def declared_name(options: argparse.Namespace) -> str:
 
 def dispatch(options: argparse.Namespace) -> int:
     command = options.command
-    if command == "facts":
-        return command_facts()
+    if command == "prepare":
+        return command_prepare(options.dir, json.load(sys.stdin))
     if command == "packages":
         return command_packages(options.packages)
     if command == "status":
