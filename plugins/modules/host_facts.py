@@ -183,13 +183,31 @@ NOT_LOCAL = re.compile(r"squashfs|nfs|cifs|smb|fuse|ceph|lustre|beegfs|gpfs|glus
 SCOPES = {0: "global", 200: "site", 253: "link", 254: "host"}
 
 # Netlink and interface constants (linux/rtnetlink.h, linux/if_link.h, linux/if_addr.h)
-RTM_NEWLINK, RTM_GETLINK, RTM_NEWADDR, RTM_GETADDR = 16, 18, 20, 22
-NLM_F_REQUEST, NLM_F_DUMP, NLMSG_ERROR, NLMSG_DONE = 0x1, 0x300, 2, 3
-IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_MASTER, IFLA_LINKINFO, IFLA_CARRIER, IFLA_INFO_KIND = 1, 3, 4, 10, 18, 33, 1
-IFA_ADDRESS, IFA_LOCAL, IFA_FLAGS = 1, 2, 8
-IFA_F_DADFAILED, IFA_F_DEPRECATED, IFA_F_TENTATIVE, IFA_F_TEMPORARY = 0x08, 0x20, 0x40, 0x01
+RTM_NEWLINK = 16
+RTM_GETLINK = 18
+RTM_NEWADDR = 20
+RTM_GETADDR = 22
+NLM_F_REQUEST = 0x1
+NLM_F_DUMP = 0x300
+NLMSG_ERROR = 2
+NLMSG_DONE = 3
+IFLA_ADDRESS = 1
+IFLA_IFNAME = 3
+IFLA_MTU = 4
+IFLA_MASTER = 10
+IFLA_LINKINFO = 18
+IFLA_CARRIER = 33
+IFLA_INFO_KIND = 1
+IFA_ADDRESS = 1
+IFA_LOCAL = 2
+IFA_FLAGS = 8
+IFA_F_DADFAILED = 0x08
+IFA_F_DEPRECATED = 0x20
+IFA_F_TENTATIVE = 0x40
+IFA_F_TEMPORARY = 0x01
 IFF_UP = 0x1
-ARPHRD_LOOPBACK, ARPHRD_INFINIBAND = 772, 32
+ARPHRD_LOOPBACK = 772
+ARPHRD_INFINIBAND = 32
 
 
 def read(path, default=None):
@@ -327,7 +345,7 @@ def parse_gpus(text, names):
         if len(row) != len(names) or not row[0].strip().isdigit():
             problems.append(f"nvidia-smi: {', '.join(row)[:200]}")
             continue
-        gpu = dict(zip(names, (value.strip() for value in row)))
+        gpu = {name: row[number].strip() for number, name in enumerate(names)}
         gpu["index"] = int(gpu["index"])
         for key in ("memory_total_mib", "compute_capability", "driver_version", "pci"):
             if key in gpu and gpu[key].startswith("["):
@@ -607,7 +625,7 @@ def space(path):
 def filesystem_facts(root, timeout, warnings):
     result, seen = [], set()
     for _, point, kind, source in mounts(root):
-        wanted = source.startswith("/dev/") or kind in ("zfs", "btrfs") or point in ("/", "/dev/shm")
+        wanted = source.startswith("/dev/") or kind in ("zfs", "btrfs") or point in ("/", "/dev/shm")  # noqa: S108
         if not wanted or NOT_LOCAL.search(kind) or point in seen or not os.path.isdir(point):
             continue
         if point.startswith(("/snap/", "/var/lib/docker/", "/var/lib/containers/")):

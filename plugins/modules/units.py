@@ -291,7 +291,8 @@ class Systemd:
         answer = self.call("systemctl", "show", "--property", ",".join(PROPERTIES), "--", *names)
         if answer.returncode != 0:
             raise UnitsError(f"systemctl show failed: {answer.stderr.strip()}")
-        return dict(zip(names, parse_show(answer.stdout, len(names))))
+        blocks = parse_show(answer.stdout, len(names))
+        return {name: blocks[number] for number, name in enumerate(names)}
 
     def must(self, *arguments):
         answer = self.call("systemctl", *arguments)
@@ -311,14 +312,14 @@ class Systemd:
 class Plan:
     """What has to be done, worked out from one look at all units."""
 
-    def __init__(self, wanted, blocks, check_mode=False, changed=(), offset=None, now=None):
+    def __init__(self, wanted, blocks, check_mode=False, changed=()):
         self.wanted = wanted
         self.blocks = blocks
         self.actions = {name: [] for name in wanted}
         self.reasons = {name: [] for name in wanted}
         self.warnings = []
-        offset = boot_clock() if offset is None else offset
-        now = time.time() if now is None else now
+        self.offset, self.now = boot_clock(), time.time()
+        self.assumed = changed if check_mode else ()
         for name, want in wanted.items():
             block = blocks[name]
             load = block.get("LoadState")
@@ -332,7 +333,7 @@ class Plan:
             if absent and not check_mode and (want["state"] == "started" or want["enabled"]):
                 raise UnitsError(f"{name} does not exist on this host: no unit file of this name was found")
             self._enabled(name, want, block, absent)
-            self._state(name, want, block, changed if check_mode else (), offset, now)
+            self._state(name, want, block)
 
     def _enabled(self, name, want, block, absent):
         state = block.get("UnitFileState", "")
@@ -345,7 +346,7 @@ class Plan:
         elif not want["enabled"] and state in ("enabled", "enabled-runtime"):
             self.actions[name].append("disable")
 
-    def _state(self, name, want, block, changed, offset, now):
+    def _state(self, name, want, block):
         running = is_running(block)
         if want["state"] == "stopped" and (running or block.get("ActiveState") == "deactivating"):
             self.actions[name].append("stop")
@@ -355,9 +356,9 @@ class Plan:
             self.actions[name].append("start")
             return
         paths = want["restart_if_newer"] + own_paths(name, block)
-        start = started_at(block, offset)
-        reasons, future = newer_paths(paths, start, now) if start else ([], [])
-        reasons += [path for path in paths if path not in reasons and touched(path, changed)]
+        start = started_at(block, self.offset)
+        reasons, future = newer_paths(paths, start, self.now) if start else ([], [])
+        reasons += [path for path in paths if path not in reasons and touched(path, self.assumed)]
         # The stamp tells of a reload, by this run or a run that was killed after it.
         reloaded = f"{STAMP_DIR}/{name}"
         if reloaded in reasons or block.get("NeedDaemonReload") == "yes":
