@@ -41,6 +41,7 @@ CGROUP = Path("/sys/fs/cgroup")
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 CA_PUBLIC = Path("/usr/share/ca-certificates")
 IMAGE = "localhost/ironrack-node"
+PYPI = "https://pypi.org/simple"
 NFT_TABLE = "ironrack_lab"
 DOORS = Path(__file__).resolve().with_name("doors.py")
 START_TIMEOUT = 30.0
@@ -840,11 +841,12 @@ def pip_settings() -> dict[str, list[str]]:
 
 
 def site_indexes(pip: dict[str, list[str]]) -> list[str]:
-    """Package indexes that this machine is set up to use, and its nodes may reach."""
-    indexes = pip["index-url"] + pip["extra-index-url"]
-    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL"):
-        # uv allows NAME=URL
-        indexes += [word.partition("=")[2] or word for word in os.environ.get(name, "").split()]
+    """Package indexes that this machine is set up to use, and its nodes may reach; the main one first."""
+    words = {name: os.environ.get(name, "").split() for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX")}
+    main = [*words["UV_DEFAULT_INDEX"], *words["UV_INDEX_URL"], *reversed(pip["index-url"]), PYPI][:1]
+    extra = [*words["UV_INDEX"], *os.environ.get("UV_EXTRA_INDEX_URL", "").split(), *pip["extra-index-url"]]
+    # uv allows NAME=URL.
+    indexes = [re.sub(r"^[\w-]+=(?=\w+://)", "", word) for word in main + extra]
     return [index for index in dict.fromkeys(indexes) if index.startswith(("http://", "https://"))]
 
 
@@ -861,7 +863,18 @@ def wheel_mounts(pip: dict[str, list[str]]) -> list[dict[str, Any]]:
 def command_prepare(directory: Path, settings: dict[str, Any]) -> int:
     """What belongs to the user, not to root: the folders, the declaration and the key."""
     pip = pip_settings()
-    settings["proxy"]["indexes"] = site_indexes(pip)
+    indexes, wheels = site_indexes(pip), wheel_mounts(pip)
+    proxy = settings["proxy"]
+    proxy["indexes"] = indexes
+    # For the inventory: where the nodes' Python packages come from.
+    settings["runtime"] = {
+        "find_links": [mount["target"] for mount in wheels],
+        "index_url": indexes[0] if indexes else PYPI,
+        "extra_index_urls": indexes[1:],
+        "http_proxy": "",
+    }
+    if settings["isolation"] == "closed":
+        settings["runtime"]["http_proxy"] = f"http://{settings['networks'][0]['gateway']}:{proxy['port']}"
     key = directory / "id_ed25519"
     changed = False
     for folder in (directory / "models", Path(settings["cache"]) / "node"):
@@ -873,7 +886,7 @@ def command_prepare(directory: Path, settings: dict[str, Any]) -> int:
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"lab {settings['name']}", "-f", str(key)]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
         changed = True
-    return emit(changed=changed, wheels=wheel_mounts(pip), public_key=key.with_suffix(".pub").read_text())
+    return emit(changed=changed, wheels=wheels, public_key=key.with_suffix(".pub").read_text())
 
 
 def command_packages(wanted: Sequence[str]) -> int:
