@@ -938,6 +938,8 @@ class Release:
         self.prepare_folders()
         self.interpreter_version()
         with self.locked(os.path.join(self.root, f".{self.id}.lock")):
+            if self.marker() is not None:
+                return {}  # the run that held the lock has done it
             ours = False
             with self.locked(self.archive_path + ".lock"):
                 if not (os.path.exists(self.archive_path) and file_sha256(self.archive_path) == source["sha256"]):

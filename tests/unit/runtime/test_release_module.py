@@ -230,6 +230,18 @@ def test_a_second_run_waits_for_the_first(make, tmp_path):
     assert "waiting for another run" in (tmp_path / "release.log").read_text()
 
 
+def test_a_fetch_that_waited_does_not_do_it_again(make):
+    first, second = make(), make(source={"sha256": "0" * 64})
+    second.prepare_folders()
+    thread = threading.Thread(target=second.fetched)
+    with first.locked(str(Path(first.root, f".{ID}.lock"))):
+        thread.start()
+        time.sleep(0.3)
+        fill(first)
+    thread.join()
+    assert not second.changed
+
+
 def test_the_lock_outlives_a_killed_parent_until_its_child_ends(make, tmp_path):
     release = make()
     lock = str(tmp_path / "lock")
