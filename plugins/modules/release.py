@@ -862,7 +862,11 @@ class Release:
                 if sha256:
                     self.unpack(4 * os.path.getsize(self.archive_path))
                 else:
-                    self.build()
+                    try:
+                        self.build()
+                    except (ReleaseError, OSError):
+                        wipe(self.path)  # what cannot be finished must not fill the disk either
+                        raise
             if self.params["pack"]:
                 sha256 = sha256 or self.archive_sha256() or self.pack()
         if not self.params["pack"]:

@@ -366,6 +366,19 @@ def test_a_full_disk_is_seen_before_anything_is_written(make, monkeypatch):
     assert not Path(release.path).exists()
 
 
+def test_a_build_that_fails_leaves_the_disk_as_it_was(make):
+    release = make()
+
+    def build():
+        Path(release.path, "half").mkdir(parents=True)
+        raise module.ReleaseError("the index did not answer")
+
+    release.build = build
+    with pytest.raises(module.ReleaseError, match="index"):
+        release.built()
+    assert names(release.root) == []
+
+
 def test_the_space_on_one_file_system_is_added_up(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=15, f_frsize=1))
     module.require_space([(str(tmp_path / "a" / "b"), 10, "x")], "")
