@@ -269,6 +269,8 @@ def node_arguments(wanted, node, image):
     arguments += ["--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined"]
     if podman:
         arguments += ["--systemd=always", "--no-hosts", "--pull=never"]
+        if wanted["internal"]:
+            arguments.append("--dns=none")
     else:
         arguments += ["--security-opt", "systempaths=unconfined", "--cgroupns", "private", "--env", "container=docker"]
         for folder in ("/run:exec", "/run/lock", "/tmp:exec"):  # noqa: S108
@@ -467,7 +469,7 @@ def hold_lock(path, timeout=600):
     if path is None:
         yield
         return
-    with open(path, "a") as file:  # noqa: PTH123
+    with open(path, "a") as file:
         end = time.monotonic() + timeout
         while True:
             try:

@@ -172,9 +172,9 @@ def test_pip_settings_from_files_and_environment(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("UV_INDEX", "torch=https://c.example/whl")
     pip = tool.pip_settings()
-    assert {"https://a.example/simple", "https://b.example/simple", "https://c.example/whl"} <= set(
-        tool.site_indexes(pip)
-    )
+    indexes = tool.site_indexes(pip)
+    assert indexes[0] == "https://a.example/simple"
+    assert {"https://b.example/simple", "https://c.example/whl"} <= set(indexes[1:])
     assert {"source": str(wheels), "target": "/opt/wheels-1", "read_only": True} in tool.wheel_mounts(pip)
     assert [mount["source"] for mount in tool.wheel_mounts(pip)].count(str(wheels)) == 1
 
