@@ -26,7 +26,7 @@ def text(value: Any) -> str:
 
 def rows(options: dict[str, Any], path: str) -> Iterator[str]:
     for name, option in options.items():
-        kind = option["type"] + (f" of {option['elements']}" if "elements" in option else "")
+        kind = option.get("type", "any") + (f" of {option['elements']}" if "elements" in option else "")
         extra = [f"one of {', '.join(f'`{c}`' for c in option['choices'])}"] if "choices" in option else []
         if option.get("required"):
             extra.append("**required**")

@@ -62,8 +62,8 @@ class ActionModule(ActionBase):
 
     @staticmethod
     def _success(result: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
-        # No fact: `register: ironrack_plan` with run_once gives the plan to every host, without a copy of it in the fact
-        # cache of each. Ansible itself shows its warnings.
+        # No fact: `register: ironrack_plan` with run_once gives the plan to every host, without a copy of it in the
+        # fact cache of each. Ansible itself shows its warnings.
         return {**result, **plan, "changed": False}
 
 

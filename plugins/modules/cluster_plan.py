@@ -10,10 +10,10 @@ version_added: "0.1.0"
 author:
   - The ironrack authors
 description:
-  - Checks every variable of the inventory and every C(-e) against the inventory contract and the roles' argument specs,
-    and reports all problems in one message, each with the variable, its value and a remedy.
-  - Plans every instance in C(vllm_instances) and returns the plan, to be registered as C(ironrack_plan): the only source of the roles about
-    the cluster.
+  - Checks every variable of the inventory and every C(-e) against the inventory contract and the roles' argument
+    specs, and reports all problems in one message, each with the variable, its value and a remedy.
+  - Plans every instance in C(vllm_instances) and returns the plan, to be registered as C(ironrack_plan), the roles' only
+    source about the cluster.
   - Runs on the controller and opens no connection. Looks at all hosts of the inventory, so C(--limit) changes nothing.
   - Uses variables of the inventory only, and cached facts of C(ironrack.vllm.host_facts) where an address or the GPUs
     are not declared.
@@ -47,7 +47,8 @@ EXAMPLES = r"""
 RETURN = r"""
 instances:
   description:
-    - What each instance runs, and where. Every key of the plan is a key of the result, which roles expect registered as C(ironrack_plan).
+    - What each instance runs, and where.
+    - Every key of the plan is a key of the result, which roles expect registered as C(ironrack_plan).
   returned: success
   type: dict
 report:

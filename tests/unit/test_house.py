@@ -115,10 +115,11 @@ def test_no_injected_facts() -> None:
     """ansible_facts['x'], never ansible_x (connection variables and magic ones excepted)."""
     magic = set(
         """
-        become become_password check_mode collections config_file connection control_path diff_mode
-        facts failed_result host limit loop managed play_batch play_hosts play_hosts_all
-        playbook_python port python_interpreter role_name run_tags search_path skip_tags ssh_args
-        ssh_common_args ssh_private_key_file user version
+        become become_password check_mode collections config_file connection control_path
+        control_path_dir diff_mode facts failed_result host inventory_sources limit loop managed
+        play_batch play_hosts play_hosts_all playbook playbook_python port python_interpreter
+        role_name run_tags search_path skip_tags ssh_args ssh_common_args ssh_private_key_file user
+        version
         """.split()  # noqa: SIM905 (sixty short words read better as text)
     )
     guilty = []

@@ -426,7 +426,7 @@ def become_holder(lab: Lab, lock: int) -> None:
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         starting = (lock, report)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2 and descriptor not in starting:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
