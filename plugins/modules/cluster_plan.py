@@ -12,8 +12,8 @@ author:
 description:
   - Checks every variable of the inventory and every C(-e) against the inventory contract and the roles' argument
     specs, and reports all problems in one message, each with the variable, its value and a remedy.
-  - Plans every instance in C(vllm_instances) and returns the plan, to be registered as C(ironrack_plan), the roles' only
-    source about the cluster.
+  - Plans every instance in C(vllm_instances) and returns the plan, the only source of the roles about the cluster.
+  - Register it as C(ironrack_plan).
   - Runs on the controller and opens no connection. Looks at all hosts of the inventory, so C(--limit) changes nothing.
   - Uses variables of the inventory only, and cached facts of C(ironrack.vllm.host_facts) where an address or the GPUs
     are not declared.
