@@ -110,29 +110,26 @@ def site(tmp_path: Path) -> Iterator[Site]:
     made.run("lab_down.yml")
 
 
-# How long after the task's announcement: before, while, and after it has had its effect.
-@pytest.mark.parametrize(
-    ("task", "delay"),
-    [("Start the holder", 0.4), ("Make the nodes' images", 1.0), ("Boot the nodes", 1.0), ("Boot the nodes", 2.5)],
-)
-def test_killed_lab_up_is_finished_by_the_next(site: Site, task: str, delay: float) -> None:
-    site.kill_in("lab_up.yml", task, delay)
-    site.run("lab_up.yml")
-    assert site.status()["running"]
-    assert "changed=0 " in site.run("lab_up.yml")
-    ping = [str(Path(sys.executable).with_name("ansible")), "-i", str(site.inventory), "lab", "-m", "ping"]
-    subprocess.run(ping, cwd=ROOT, env=site.environment, check=True, capture_output=True)
-    site.run("lab_down.yml")
-    assert traces(site.lab) == []
-
-
-def test_a_killed_holder_and_a_killed_lab_down_are_cleared(site: Site) -> None:
+def test_killed_runs_block_nothing_and_leave_nothing(site: Site) -> None:
+    # One lab through them all: each run begins with what the kill before it left.
+    for task, delay in [
+        ("Write down the declaration, and make folders and a key", 0.3),
+        ("Start the holder", 0.4),
+        ("Make the nodes' images", 1.0),
+        ("Boot the nodes", 1.5),
+    ]:
+        site.kill_in("lab_up.yml", task, delay)
     site.run("lab_up.yml")
     pid = site.status()["pid"]
     assert isinstance(pid, int)
-    os.kill(pid, signal.SIGKILL)
+    ping = [str(Path(sys.executable).with_name("ansible")), "-i", str(site.inventory), "lab", "-m", "ping"]
+    subprocess.run(ping, cwd=ROOT, env=site.environment, check=True, capture_output=True)
+
+    os.kill(pid, signal.SIGKILL)  # as the kernel does when memory runs out
+    assert not site.status()["running"]
     site.run("lab_up.yml")
     assert site.status()["pid"] not in (None, pid)
+
     site.kill_in("lab_down.yml", "End the holder and remove the lab's folder", 0.3)
     site.run("lab_down.yml")
     assert traces(site.lab) == []
