@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,8 @@ with `ansible_` or `site_` is an error with a suggestion, before any host is con
 
 
 def text(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value)
+    joined = " ".join(value) if isinstance(value, list) else str(value)
+    return re.sub(r"[CVOR]\(([^)]*)\)", r"`\1`", joined)
 
 
 def rows(options: dict[str, Any], path: str) -> Iterator[str]:
@@ -34,7 +36,9 @@ def rows(options: dict[str, Any], path: str) -> Iterator[str]:
             extra.append(f"default `{option['default']}`")
         description = text(option["description"]).replace("|", "\\|")
         yield f"| `{path}{name}` | {kind} | {description}{' (' + ', '.join(extra) + ')' if extra else ''} |"
-        yield from rows(option.get("options", {}), f"{path}{name}.")
+        # The keys of vllm_instances are names of the user's own.
+        below = f"{path}{name}.<instance>." if name == "vllm_instances" else f"{path}{name}."
+        yield from rows(option.get("options", {}), below)
 
 
 def main() -> None:

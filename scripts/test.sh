@@ -32,7 +32,7 @@ integration() { step "integration tests" python -m pytest tests/integration; }
 
 scenarios() {
     local name
-    for name in "$@"; do step "molecule $name" molecule --no-ansi test --scenario-name "$name"; done
+    for name in "$@"; do step "molecule $name" molecule test --scenario-name "$name"; done
 }
 
 molecule_all() {
