@@ -138,3 +138,10 @@ def test_every_file_is_free_of_unfinished_marks() -> None:
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and path.suffix in {".py", ".yml", ".j2", ".sh", ".md"}:
                 assert not words.search(path.read_text(encoding="utf-8")), path
+
+
+def test_files_made_beside_an_inventory_are_hidden(role: Path) -> None:
+    """Ansible reads every file in an inventory folder as hosts, except hidden ones: a token is no host."""
+    for name, value in load(role / "defaults/main.yml").items():
+        if isinstance(value, str) and "inventory_dir }}" in value:
+            assert "inventory_dir }}/." in value, name
