@@ -182,7 +182,7 @@ class Api:
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise Rejected(
-                f"{self.url}{path} did not answer within {self.timeout} s: {getattr(error, 'reason', error)}"
+                f"{self.url}{path} did not answer (limit {self.timeout} s): {getattr(error, 'reason', error)}"
             ) from None
         return json.loads(text) if text else None
 
