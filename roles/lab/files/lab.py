@@ -601,7 +601,8 @@ def kill(state: dict[str, Any]) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process.fileno(), signal.SIGKILL)
         selector.register(process.fileno(), selectors.EVENT_READ)
-        if not selector.select(15):
+        # The kernel ends every process of the namespace first, hundreds of them on a busy machine.
+        if not selector.select(120):
             raise LabError(f"the holder (pid {state['pid']}) does not end")
 
 
