@@ -88,7 +88,8 @@ class Collected:
         self._templar = templar
         self._validate = validate
         self._model_files = model_files
-        self._contract = contract.CONTRACT
+        # What the plan itself reads.
+        self._needed = {*contract.CONTRACT, *cluster.RAY_PORTS}
         self._known = {*contract.CONTRACT, *contract.SWITCHES, *roles}
         self._plain_cache: dict[int, tuple[Any, Any, bool]] = {}
         self._configs: dict[str, tuple[Any, Any]] = {}
@@ -104,7 +105,9 @@ class Collected:
             volatile = set(_set_during_run(manager, host)) - set(self.extra)
             self.names[host] = [str(name) for name in raw if name not in volatile]
             self.values[host] = dict(self._values(host, raw, hostvars))
-            self.facts[host] = cluster.facts_view(self.plain(raw.get("ansible_facts", {}).get(_HOST_FACTS)))
+            self.facts[host] = cluster.facts_view(
+                self.plain(raw.get("ansible_facts", {}).get(_HOST_FACTS)), str(raw.get("inventory_dir") or "")
+            )
 
     def _values(self, host: str, raw: Mapping[str, Any], hostvars: Any) -> Iterator[tuple[str, Any]]:
         for name in self.names[host]:
@@ -118,7 +121,7 @@ class Collected:
             if not templated:
                 yield name, plain
                 continue
-            if name not in self._contract:
+            if name not in self._needed:
                 # Roles check their own variables again when they run; what needs templating is left to them.
                 continue
             try:

@@ -29,6 +29,12 @@ options:
     description: Seconds after which C(nvidia-smi), or a path on a file system that hangs, is given up.
     type: int
     default: 20
+  inventory:
+    description: >-
+      Folder of the inventory that the host is taken from; returned as it is. Tells cached facts of hosts of
+      the same name in different inventories apart.
+    type: str
+    default: ""
 attributes:
   check_mode:
     description: Changes nothing in any mode.
@@ -63,6 +69,9 @@ ansible_facts:
       description: The host.
       type: dict
       contains:
+        inventory:
+          description: The option of this name.
+          type: str
         hostname:
           description: Name the kernel knows.
           type: str
@@ -802,10 +811,12 @@ def main():
             "paths": {"type": "list", "elements": "str", "default": []},
             "nvidia_smi": {"type": "str", "default": "nvidia-smi"},
             "timeout": {"type": "int", "default": 20},
+            "inventory": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
     facts = gather(module.params["paths"], module.params["nvidia_smi"], module.params["timeout"])
+    facts["inventory"] = module.params["inventory"]
     module.exit_json(changed=False, ansible_facts={"ironrack_host": facts})
 
 

@@ -173,7 +173,7 @@ def contract(run: Callable[..., Run]) -> Run:
         ["plan_fromat = json", "given with -e", "did you mean plan_format?"],
         ["vllm_instances.tiny.contxt_length = 4096", "unknown key", "did you mean context_length?"],
         ["vllm_instances.tiny.port = http", "not an integer", "8000"],
-        ["vllm_instances.tiny.environment.HF_TOKEN = (hidden)", "secret"],
+        ["vllm_instances.tiny.environment.HF_TOKEN = (hidden)", "secret", "vllm_secret_environment.tiny.HF_TOKEN"],
         ["duplicate instance name", "rename one"],
         ["vllm_instances.Tiny.executor = slurm", "choose auto, ray, mp"],
         ["vllm_instances.empty.nodes = nobody", "the group is empty", "put hosts in the group nobody"],

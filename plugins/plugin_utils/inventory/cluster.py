@@ -18,8 +18,22 @@ from .contract import CONTRACT, SITE
 from .model_files import check_model, model_path
 from .validate import Problem, not_set, show
 
-RAY_PORT = 6379
-LISTEN = "0.0.0.0"  # noqa: S104  # the firewall and the proxy decide who reaches it
+# Variables of the role ray that the plan reads, with their defaults there: ports that Ray listens on.
+RAY_PORTS = {
+    "ray_port": 6379,
+    "ray_node_manager_port": 6380,
+    "ray_object_manager_port": 6381,
+    "ray_runtime_env_agent_port": 6382,
+    "ray_dashboard_agent_grpc_port": 6383,
+    "ray_dashboard_agent_listen_port": 6384,
+    "ray_metrics_export_port": 6385,
+    "ray_dashboard_port": 8265,
+    "ray_client_server_port": 10001,
+    "ray_min_worker_port": 10100,
+    "ray_max_worker_port": 10199,
+    "ray_autoscaler_metrics_port": 44217,
+    "ray_dashboard_metrics_port": 44227,
+}
 ConfigLoader = Callable[[str, Mapping[str, Any]], tuple[dict[str, Any] | None, list[Problem]]]
 
 
@@ -104,7 +118,9 @@ class Builder:
                     )
                 )
                 break
-        return CONTRACT[name].get("default") if first is None else first[1]
+        if first is not None:
+            return first[1]
+        return RAY_PORTS[name] if name in RAY_PORTS else CONTRACT[name].get("default")
 
     # Instances
 
@@ -179,9 +195,9 @@ class Builder:
     def declared_gpus(self, host: str, needed: bool) -> list[dict[str, Any]]:
         """The GPUs of a host, one entry each."""
         declared = self.values.get(host, {}).get("gpus")
-        if declared is None:
+        if not declared:
             cached = self.facts.get(host, Facts()).gpus
-            if cached:
+            if cached and declared is None:
                 self.warnings.append(f"{host}: gpus is not declared; the facts of the last run are used")
                 return cached
             if needed:
@@ -309,18 +325,59 @@ class Builder:
                     advice,
                 )
             )
+        self._check_families(found)
         return found
+
+    def _check_families(self, addresses: Mapping[str, str | None]) -> None:
+        first: tuple[str, str] | None = None
+        for host, address in addresses.items():
+            if address is None:
+                continue
+            if first is None:
+                first = host, address
+            elif (":" in address) != (":" in first[1]):
+                self.problems.append(
+                    Problem(
+                        host,
+                        "cluster_address",
+                        address,
+                        f"is of another family than that of {first[0]} ({first[1]})",
+                        "give all nodes IPv4 addresses, or all of them IPv6 addresses",
+                    )
+                )
+                return
 
     # Ports
 
-    def check_ports(self, engines: list[Engine]) -> None:
+    def ray_ports(self, ray_nodes: list[str]) -> dict[int, str]:
+        """Every port that Ray may listen on, and the variable that says so."""
+        ports = {name: int(self.common(name, ray_nodes)) for name in RAY_PORTS}
+        low, high = ports.pop("ray_min_worker_port"), ports.pop("ray_max_worker_port")
+        # Bounded: whatever an inventory says, there are no more ports than these.
+        taken = dict.fromkeys(range(max(low, 1), min(high, 65535) + 1), f"ray_min_worker_port {low} to {high}")
+        return taken | {port: name for name, port in ports.items()}
+
+    def check_ports(self, engines: list[Engine], ray_nodes: list[str]) -> None:
+        ray_ports = self.ray_ports(ray_nodes) if ray_nodes else {}
         owners: dict[tuple[str, int], tuple[Engine, str]] = {}
         for engine in engines:
             api = engine.used[0]
             listening = [("port", engine.port)]
             if engine.executor == "mp" and len(engine.used) > 1:
                 listening.append(("master_port", int(engine.spec["master_port"])))
+            # Further ranks too: their node may be the first of the instance after the next change.
+            beside = [host for host in engine.used if host in ray_nodes]
             for key, port in listening:
+                if beside and port in ray_ports:
+                    self.problems.append(
+                        Problem(
+                            "",
+                            f"{engine.variable}.{key}",
+                            str(port),
+                            f"is a port of Ray, which runs on {beside[0]}: {ray_ports[port]}",
+                            f"give {engine.name} another {key}",
+                        )
+                    )
                 other, other_key = owners.setdefault((api, port), (engine, key))
                 if (other, other_key) == (engine, key):
                     continue
@@ -412,7 +469,8 @@ class Builder:
         for host in [head, *workers] if head else ():
             reasons.setdefault(str(host), "the node is part of the Ray cluster")
         addresses = self.addresses(reasons, nodes)
-        self.check_ports(planned)
+        ray_nodes = [head, *workers] if head else []
+        self.check_ports(planned, ray_nodes)
         if self.problems:
             return {}
         return self._assemble(
@@ -464,14 +522,15 @@ class Builder:
         }
         described_nodes = {}
         for host in nodes:
-            groups = []
+            groups = ["ironrack_nodes"]
             if hosts[host]["ray"]:
-                groups.append("ray_head" if host == head else "ray_workers")
+                # Other names than those that a user may declare: an earlier plan must not look like a declaration.
+                groups.append("ironrack_ray_head" if host == head else "ironrack_ray_workers")
             if host in running:
                 groups.append("ironrack_engines")
             if host in api:
                 groups.append("ironrack_api")
-            if groups:
+            if len(groups) > 1:
                 groups.append("ironrack_runtime")
             described_nodes[host] = {
                 "address": addresses[host],
@@ -489,7 +548,7 @@ class Builder:
             if head is None
             else {
                 "head": head,
-                "address": _endpoint(addresses[head], RAY_PORT),
+                "address": _endpoint(addresses[head], int(self.common("ray_port", [head, *workers]))),
                 "workers": workers,
                 "total_gpus": sum(ray_gpus.values()),
             },
@@ -538,7 +597,7 @@ class Builder:
                         version,
                         model=path,
                         served_model_name=engine.name,
-                        host=LISTEN,
+                        host=_listen(addresses[api]),
                         port=engine.port,
                         nnodes=len(used) if several else 1,
                         node_rank=rank if several else 0,
@@ -582,10 +641,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def facts_view(host_facts: Any) -> Facts:
-    """What the plan may use of the facts `ironrack_host` of a host."""
+def facts_view(host_facts: Any, inventory: str = "") -> Facts:
+    """What the plan may use of the facts `ironrack_host` of a host, unless they come from another inventory.
+
+    A fact cache knows hosts by name only, and two sites may give the same name to different hosts.
+    """
     view = Facts()
-    if not isinstance(host_facts, Mapping):
+    if not isinstance(host_facts, Mapping) or (host_facts.get("inventory") or "") != inventory:
         return view
     nics = host_facts.get("nics")
     for nic in nics if isinstance(nics, list) else ():
@@ -608,6 +670,11 @@ def _canonical(address: Any) -> str | None:
         return str(ipaddress.ip_address(str(address))) if address else None
     except ValueError:
         return None
+
+
+def _listen(address: str | None) -> str:
+    """Every address of the node: the firewall and the proxy decide who reaches it."""
+    return "::" if address and ":" in address else "0.0.0.0"  # noqa: S104
 
 
 def _endpoint(address: str | None, port: int) -> str:

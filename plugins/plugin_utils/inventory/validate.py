@@ -15,7 +15,7 @@ from .contract import CONTRACT, FOREIGN_PREFIXES, MAGIC, OWNED_ENVIRONMENT, SWIT
 MINIMUM_CORE = (2, 19)
 MINIMUM_PYTHON = (3, 11)
 
-_SECRET = re.compile(r"(token|password|passwd|secret|credential|private|api_?key)", re.IGNORECASE)
+_SECRET = re.compile(r"(token|password|passwd|secret|credential|private|api[_-]?key)", re.IGNORECASE)
 # Bridges and links that belong to containers and virtual machines; no other node is behind them.
 _CONTAINER_INTERFACE = re.compile(
     r"^(lo$|docker|br-|veth|virbr|cni|flannel|cali|podman|lxc|lxd|kube|tun|tap|dummy|weave|nodelocaldns)"
@@ -168,7 +168,8 @@ def validate(
             if memo_key not in memo:
                 memo[memo_key] = check_value(value, known[name], name, contract=name in CONTRACT)
             coerced, found = memo[memo_key]
-            checked[name] = coerced
+            # Told already: what was declared wrongly must not look like nothing declared.
+            checked[name] = [{}] if name == "gpus" and found and not coerced else coerced
             at = "" if CONTRACT.get(name, {}).get("scope") == "cluster" else host
             problems += [Problem(at, item.variable, item.value, item.problem, item.remedy) for item in found]
             if name == "cluster_address":
@@ -389,13 +390,13 @@ def _check_instance_names(instances: Mapping[Any, Any], found: list[Problem]) ->
             )
         environment = instance.get("environment") if isinstance(instance, Mapping) else None
         if isinstance(environment, Mapping):
-            found += _check_environment(f"vllm_instances.{name}.environment", environment)
+            found += _check_environment(name, environment)
 
 
-def _check_environment(path: str, environment: Mapping[Any, Any]) -> Iterator[Problem]:
+def _check_environment(instance: str, environment: Mapping[Any, Any]) -> Iterator[Problem]:
     for key, value in environment.items():
         name = str(key)
-        where = f"{path}.{name}"
+        where = f"vllm_instances.{instance}.environment.{name}"
         if not _ENVIRONMENT_NAME.match(name):
             yield Problem("", where, show(value, name), "is no name of an environment variable", "use A-Z, 0-9 and _")
         elif name in OWNED_ENVIRONMENT:
@@ -408,7 +409,7 @@ def _check_environment(path: str, environment: Mapping[Any, Any]) -> Iterator[Pr
                 where,
                 "(hidden)",
                 "looks like a secret, and this environment is part of the plan, which is shown",
-                "remove it; secrets have variables of their own in the roles that use them",
+                f"set vllm_secret_environment.{instance}.{name} instead",
             )
 
 

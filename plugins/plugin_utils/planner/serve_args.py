@@ -41,9 +41,20 @@ OWNED = {
     "--data-parallel-size-local": "nodes",
     "--data-parallel-start-rank": "nodes",
     "--config": "args",
-    "--api-key": "VLLM_API_KEY in the instance's secret environment (a key in argv is readable by every user)",
-    "--hf-token": "HF_TOKEN in the instance's secret environment (a token in argv is readable by every user)",
+    "--api-key": "vllm_secret_environment.<instance>.VLLM_API_KEY (a key in argv is readable by every user)",
+    "--hf-token": "vllm_secret_environment.<instance>.HF_TOKEN (a token in argv is readable by every user)",
 }
+# Flags that would change how the endpoint is reached, which its clients and checks rely on.
+REFUSED = frozenset(
+    {
+        "--enable-ssl-refresh",
+        "--ssl-ca-certs",
+        "--ssl-cert-reqs",
+        "--ssl-certfile",
+        "--ssl-ciphers",
+        "--ssl-keyfile",
+    }
+)
 # Plan keys in the order in which they are rendered.
 _PLAN_FLAGS = (
     ("tensor_parallel_size", "--tensor-parallel-size"),
@@ -116,6 +127,12 @@ def check_args(args: Mapping[str, Any], version: str) -> dict[str, Any]:
         name = flag_name(str(key), version)
         if name in OWNED:
             raise PlannerError(f"{key!r} is decided by the plan.", f"Set {OWNED[name]} instead.", f"args.{key}")
+        if name in REFUSED:
+            raise PlannerError(
+                f"{key!r} would change how the endpoint is reached; vLLM itself stays on http.",
+                "Remove it and terminate TLS in front of the endpoint.",
+                f"args.{key}",
+            )
         if name in checked:
             raise PlannerError(f"{key!r} says {name} twice.", "Remove one of them.", f"args.{key}")
         try:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.cluster import (
+    RAY_PORTS,
     Facts,
     build,
     digest,
@@ -52,7 +54,7 @@ def run(
     facts: dict[str, Facts] | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    roles = {"fabric_type": {"type": "str"}}
+    roles = {"fabric_type": {"type": "str"}, **{name: {"type": "int"} for name in RAY_PORTS}}
     checked = validate(hosts, roles)
 
     def load(variable: str, model: Any) -> Any:
@@ -83,10 +85,11 @@ def test_ray_over_two_nodes() -> None:
         "address": "10.77.1.11",
         "interface": "eth0",
         "gpus": [],
-        "groups": ["ray_head", "ironrack_runtime"],
+        "groups": ["ironrack_nodes", "ironrack_ray_head", "ironrack_runtime"],
     }
-    assert plan["nodes"]["n2"]["groups"] == ["ray_workers", "ironrack_engines", "ironrack_api", "ironrack_runtime"]
-    assert plan["nodes"]["n3"]["groups"] == ["ray_workers", "ironrack_engines", "ironrack_runtime"]
+    worker = ["ironrack_nodes", "ironrack_ray_workers", "ironrack_engines"]
+    assert plan["nodes"]["n2"]["groups"] == [*worker, "ironrack_api", "ironrack_runtime"]
+    assert plan["nodes"]["n3"]["groups"] == [*worker, "ironrack_runtime"]
     assert plan["hosts"]["n1"] == {"ray": {"role": "head", "num_gpus": 0}, "instances": []}
     assert plan["hosts"]["n3"] == {"ray": {"role": "worker", "num_gpus": 2}, "instances": []}
     (engine,) = plan["hosts"]["n2"]["instances"]
@@ -156,7 +159,7 @@ def test_ray_groups_without_ray_do_nothing() -> None:
     plan, problems = run(lab(executor="mp"))
     assert problems == []
     assert plan["ray"] is None
-    assert plan["nodes"]["n1"]["groups"] == []
+    assert plan["nodes"]["n1"]["groups"] == ["ironrack_nodes"]
     assert any("no instance uses Ray" in text for text in plan["warnings"])
 
 
@@ -175,6 +178,27 @@ def test_ipv6_is_bracketed() -> None:
     assert problems == []
     assert plan["ray"]["address"] == "[fd00::1]:6379"
     assert plan["instances"]["tiny"]["url"] == "http://[fd00::2]:8000"
+    (engine,) = plan["hosts"]["n2"]["instances"]
+    assert engine["args"][engine["args"].index("--host") + 1] == "::"
+
+
+def test_ray_ports_are_those_of_the_role() -> None:
+    defaults = yaml.safe_load((FIXTURES.parents[2] / "roles/ray/defaults/main.yml").read_text("utf-8"))
+    assert {name: value for name, value in defaults.items() if name.endswith("_port")} == RAY_PORTS
+
+
+def test_ray_port_comes_from_its_variable() -> None:
+    hosts = {name: {**host, "ray_port": "6400"} for name, host in lab(port=6379).items()}
+    plan, problems = run(hosts)
+    assert problems == []
+    assert plan["ray"]["address"] == "10.77.1.11:6400"
+
+
+@pytest.mark.parametrize("gpus", ["two", 2, {"count": 2}, {"count": "x", "name": "slot", "memory_total_mib": 1}])
+def test_invalid_gpus_are_told_once(gpus: Any) -> None:
+    _, problems = run(set_on(lab(), "n3", gpus=gpus))
+    assert problems
+    assert "declares no GPUs" not in render(problems)
 
 
 def test_address_from_cached_facts() -> None:
@@ -216,6 +240,13 @@ def test_facts_view() -> None:
     assert view.addresses == {"eth0": "10.0.0.1"}
     assert len(view.gpus) == 1
     assert facts_view(None) == Facts()
+
+
+def test_facts_of_another_inventory_are_not_used() -> None:
+    facts = {"inventory": "/a", "gpus": [{"name": "NVIDIA H200", "memory_total_mib": 143771}]}
+    assert len(facts_view(facts, "/a").gpus) == 1
+    for other in (facts_view(facts, "/b"), facts_view(facts), facts_view({"gpus": facts["gpus"]}, "/a")):
+        assert other == Facts()
 
 
 def test_two_instances_share_a_node_when_their_sizes_are_pinned() -> None:
@@ -271,6 +302,23 @@ Z = "vllm_instances.zwei"
             "(not set)",
             ["n3", "multi-homed", "cluster_interface", "spans 2 nodes"],
         ),
+        (
+            set_on(lab(), "n3", cluster_address="fd00::3"),
+            None,
+            "cluster_address",
+            "fd00::3",
+            ["n3", "n1 (10.77.1.11)", "family"],
+        ),
+        (lab(port=6384), None, f"{T}.port", "6384", ["port of Ray", "n2", "ray_dashboard_agent_listen_port"]),
+        (lab(port=10150), None, f"{T}.port", "10150", ["port of Ray", "10100 to 10199"]),
+        (
+            {name: {**host, "ray_max_worker_port": 10300} for name, host in lab(port=10250).items()},
+            None,
+            f"{T}.port",
+            "10250",
+            ["10100 to 10300"],
+        ),
+        (set_on(lab(), "n3", gpus=[]), None, "gpus", "(not set)", ["n3", "declares no GPUs"]),
         (without(lab(), "n1", "cluster_address"), None, "cluster_address", "(not set)", ["n1", "eth0", "facts"]),
         (lab(nodes="vllm_node"), None, f"{T}.nodes", "vllm_node", ["did you mean vllm_nodes"]),
         (lab(nodes="empty"), {**GROUPS, "empty": []}, f"{T}.nodes", "empty", ["the group is empty", "put hosts"]),

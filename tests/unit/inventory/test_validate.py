@@ -61,7 +61,12 @@ def test_good_values_and_defaults() -> None:
         (instance(nodes={"a": 1}), "vllm_instances.a.nodes", '{"a": 1}', ["a list"]),
         (instance(environment={"A B": "x"}), "vllm_instances.a.environment.A B", "x", ["no name"]),
         (instance(environment={"RAY_ADDRESS": "x"}), "vllm_instances.a.environment.RAY_ADDRESS", "x", ["ray_head"]),
-        (instance(environment={"HF_TOKEN": "abc"}), "vllm_instances.a.environment.HF_TOKEN", "(hidden)", ["secret"]),
+        (
+            instance(environment={"HF_TOKEN": "abc"}),
+            "vllm_instances.a.environment.HF_TOKEN",
+            "(hidden)",
+            ["secret", "set vllm_secret_environment.a.HF_TOKEN instead"],
+        ),
         ({"vllm_instances": []}, "vllm_instances", "[]", ["a dictionary"]),
         ({"vllm_instances": {"a": {"nodes": "x"}}}, "vllm_instances.a.model", "(not set)", ["is required"]),
         ({"vllm_instances": {"a b": INSTANCE}}, "vllm_instances.a b", "a b", ["name of an instance", "letters"]),
@@ -136,6 +141,8 @@ def test_all_problems_in_one_message_and_equal_ones_once() -> None:
 def test_values_are_short_and_nested_secrets_hidden() -> None:
     assert len(show("x" * 1000)) <= 120
     assert "swordfish" not in show({"a": [{"api_key": "swordfish"}]})
+    assert "swordfish" not in show({"args": {"api-key": "swordfish"}})
+    assert show("swordfish", "vllm_instances.a.args.api-key") == "(hidden)"
 
 
 @pytest.mark.parametrize(

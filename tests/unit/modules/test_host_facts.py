@@ -41,9 +41,10 @@ def test_this_machine(facts: ModuleType, tmp_path: Path) -> None:
 
 
 def test_as_a_module(run: Run) -> None:
-    result = run("host_facts", check=True, paths=["/"])
+    result = run("host_facts", check=True, paths=["/"], inventory="/site")
     assert not result["changed"]
     assert result["ansible_facts"]["ironrack_host"]["paths"]["/"]["kind"] == "directory"
+    assert result["ansible_facts"]["ironrack_host"]["inventory"] == "/site"
 
 
 def test_an_empty_root_never_fails(facts: ModuleType, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors import PlannerError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.serve_args import (
     OWNED,
+    REFUSED,
     _load,
     check_args,
     serve_args,
@@ -28,7 +29,8 @@ def test_versions() -> None:
 @pytest.mark.parametrize("version", versions())
 def test_owned_flags_exist(version: str) -> None:
     flags, _ = _load(version)
-    assert set(OWNED) <= set(flags)
+    assert {*OWNED, *REFUSED} <= set(flags)
+    assert {name for name in flags if "ssl" in name or "uds" in name} <= {*OWNED, *REFUSED}
 
 
 def test_order_and_forms() -> None:
@@ -106,7 +108,11 @@ def test_headless_rank() -> None:
         ({"max-model-len": 1}, ["context_length"]),
         ({"port": 1}, ["port"]),
         ({"headless": True}, ["nodes"]),
-        ({"api-key": "s3cr3t"}, ["VLLM_API_KEY"]),
+        ({"api-key": "s3cr3t"}, ["vllm_secret_environment.<instance>.VLLM_API_KEY"]),
+        ({"hf_token": "s3cr3t"}, ["vllm_secret_environment.<instance>.HF_TOKEN"]),
+        ({"ssl-certfile": "/c"}, ["terminate TLS in front of the endpoint"]),
+        ({"enable_ssl_refresh": True}, ["terminate TLS in front of the endpoint"]),
+        ({"uds": "/s"}, ["Set port instead"]),
         ({"enforce-eager": "yes"}, ["true or false"]),
         ({"max-num-seqs": True}, ["Give a value"]),
         ({"max-num-seqs": None}, ["Leave the key out"]),
@@ -160,7 +166,7 @@ def cases(draw) -> tuple[str, dict]:
     plain = text | st.integers(0, 1000) | st.floats(0.1, 1, allow_nan=False)
     nested = st.dictionaries(text, st.integers() | text, min_size=1, max_size=3)
     args = {}
-    for name in draw(st.lists(st.sampled_from(sorted(set(flags) - set(OWNED))), max_size=6, unique=True)):
+    for name in draw(st.lists(st.sampled_from(sorted(set(flags) - set(OWNED) - REFUSED)), max_size=6, unique=True)):
         kind = flags[name]["kind"]
         value = {"switch": st.booleans(), "list": st.lists(plain, min_size=1, max_size=3), "value": plain | nested}[
             kind
