@@ -22,7 +22,7 @@ lint() {
     step "ruff format" ruff format --quiet --check .
     step "mypy (planner, strict)" mypy --no-error-summary plugins/plugin_utils
     step "shellcheck" shellcheck scripts/*.sh .ci/run
-    step "ansible-lint (production)" ansible-lint --offline --quiet
+    step "ansible-lint (production)" ansible-lint --offline -q
     step "generated documents" scripts/docs.sh --check
 }
 
