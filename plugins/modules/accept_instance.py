@@ -18,9 +18,12 @@ author:
   - The ironrack authors
 options:
   name:
-    description: Name of the instance.
+    description: Name of the unit's instance, which is that of the replica.
     type: str
     required: true
+  model:
+    description: Name of the model that clients ask for. Left out, that is O(name).
+    type: str
   url:
     description: Address of the API server, without a path.
     type: str
@@ -289,9 +292,10 @@ def accept(params):
     check_units(before, before)
     api.call("/health")
     models = [model["id"] for model in api.call("/v1/models")["data"]]
-    if params["name"] not in models:
-        raise Rejected(f"{params['url']} serves {models}, not {params['name']}")
-    body = {"model": params["name"], "prompt": params["prompt"], "max_tokens": params["max_tokens"], "temperature": 0}
+    model = params["model"] or params["name"]
+    if model not in models:
+        raise Rejected(f"{params['url']} serves {models}, not {model}")
+    body = {"model": model, "prompt": params["prompt"], "max_tokens": params["max_tokens"], "temperature": 0}
     asked = time.monotonic()
     answer = api.call("/v1/completions", body)
     seconds = time.monotonic() - asked
@@ -341,6 +345,7 @@ def main():
     module = AnsibleModule(
         argument_spec={
             "name": {"type": "str", "required": True},
+            "model": {"type": "str"},
             "url": {"type": "str", "required": True},
             "ask_url": {"type": "str", "default": ""},
             "env_file": {"type": "path", "required": True},

@@ -17,9 +17,12 @@ author:
   - The ironrack authors
 options:
   name:
-    description: Name of the instance.
+    description: Name of the unit's instance, which is that of the replica.
     type: str
     required: true
+  model:
+    description: Name of the model that clients ask for. Left out, that is O(name).
+    type: str
   role:
     description: What runs on this node, the API server or a further rank.
     type: str
@@ -161,6 +164,7 @@ def main():
     module = AnsibleModule(
         argument_spec={
             "name": {"type": "str", "required": True},
+            "model": {"type": "str"},
             "role": {"type": "str", "choices": ["api", "headless"], "default": "api"},
             "url": {"type": "str", "required": True},
             "env_file": {"type": "path", "required": True},
@@ -184,7 +188,9 @@ def main():
         else:
             if state.get("ActiveState") == "active":
                 left = max(5.0, end - time.monotonic())
-                problem = completion(module.params["url"], module.params["name"], key, min(60.0, left))
+                problem = completion(
+                    module.params["url"], module.params["model"] or module.params["name"], key, min(60.0, left)
+                )
             ready = state.get("ActiveState") == "active" and problem is None
         if ready or state.get("ActiveState") == "failed" or time.monotonic() >= end:
             break

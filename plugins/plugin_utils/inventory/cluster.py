@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import ipaddress
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +47,22 @@ class Facts:
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Replica:
+    """One engine of an instance: one `vllm serve` endpoint, one unit name."""
+
+    name: str
+    index: int
+    nodes: list[str]
+    gpus: Mapping[str, list[int]]
+    # Added to the ports of the instance, since replicas may have their API server on the same node.
+    offset: int
+
+    @property
+    def api(self) -> str:
+        return self.nodes[0]
+
+
 @dataclass
 class Engine:
     """One instance on its way through the planner."""
@@ -60,21 +78,54 @@ class Engine:
         return f"vllm_instances.{self.name}"
 
     @property
+    def replicas(self) -> list[Replica]:
+        found = []
+        servers: Counter[str] = Counter()
+        for index, entry in enumerate(self.plan["replicas"]):
+            nodes = list(entry["nodes"])
+            name = f"{self.name}.r{index}" if index else self.name
+            found.append(Replica(name, index, nodes, entry["gpus"], servers[nodes[0]]))
+            servers[nodes[0]] += 1
+        return found
+
+    @property
     def used(self) -> list[str]:
-        """Nodes that hold ranks, in the order of the ranks."""
-        return list(self.plan["replicas"][0]["nodes"])
+        """Nodes that hold ranks, in the order of the replicas and their ranks."""
+        return list(dict.fromkeys(host for entry in self.plan["replicas"] for host in entry["nodes"]))
 
     @property
     def gpus(self) -> dict[str, list[int]]:
-        return dict(self.plan["replicas"][0]["gpus"])
+        """All GPUs that the instance takes."""
+        found: dict[str, list[int]] = {}
+        for entry in self.plan["replicas"]:
+            for host, indices in entry["gpus"].items():
+                found.setdefault(host, []).extend(indices)
+        return found
+
+    @property
+    def spans(self) -> bool:
+        """Whether ranks of one replica are on several nodes."""
+        return any(len(entry["nodes"]) > 1 for entry in self.plan["replicas"])
 
     @property
     def executor(self) -> str:
         return str(self.plan["distributed_executor_backend"])
 
     @property
+    def data(self) -> int:
+        """Data-parallel ranks inside each replica."""
+        return int(self.plan.get("data_parallel_size") or 1)
+
+    @property
     def port(self) -> int:
         return int(self.spec["port"])
+
+    def meeting_port(self) -> tuple[str, int] | None:
+        """The key of the port on which the nodes of a replica meet without Ray, and the port."""
+        if self.executor != "mp" or not self.spans:
+            return None
+        key = "data_parallel_rpc_port" if self.data > 1 else "master_port"
+        return key, int(self.spec[key])
 
 
 class Builder:
@@ -347,6 +398,22 @@ class Builder:
                 )
                 return
 
+    def check_names(self, engines: list[Engine]) -> None:
+        """Further replicas have unit names of their own, which no other instance may have."""
+        owners = {engine.name: engine for engine in engines}
+        for engine in engines:
+            for replica in engine.replicas[1:]:
+                if replica.name in owners:
+                    self.problems.append(
+                        Problem(
+                            "",
+                            f"vllm_instances.{replica.name}",
+                            show(owners[replica.name].spec.get("nodes")),
+                            f"its unit vllm@{replica.name}.service is that of a replica of {engine.name}",
+                            "give the instance another name",
+                        )
+                    )
+
     # Ports
 
     def ray_ports(self, ray_nodes: list[str]) -> dict[int, str]:
@@ -360,14 +427,27 @@ class Builder:
     def check_ports(self, engines: list[Engine], ray_nodes: list[str]) -> None:
         ray_ports = self.ray_ports(ray_nodes) if ray_nodes else {}
         owners: dict[tuple[str, int], tuple[Engine, str]] = {}
+        on_ray = set(ray_nodes)
         for engine in engines:
-            api = engine.used[0]
             listening = [("port", engine.port)]
-            if engine.executor == "mp" and len(engine.used) > 1:
-                listening.append(("master_port", int(engine.spec["master_port"])))
+            meeting = engine.meeting_port()
+            if meeting is not None:
+                listening.append(meeting)
             # Further ranks too: their node may be the first of the instance after the next change.
-            beside = [host for host in engine.used if host in ray_nodes]
-            for key, port in listening:
+            beside = [host for host in engine.used if host in on_ray]
+            for replica, (key, first) in itertools.product(engine.replicas, listening):
+                port, api = first + replica.offset, replica.api
+                if port > 65535:
+                    self.problems.append(
+                        Problem(
+                            "",
+                            f"{engine.variable}.{key}",
+                            str(first),
+                            f"the replicas on {api} take the ports from {first} up, beyond 65535",
+                            f"lower {key}",
+                        )
+                    )
+                    break
                 if beside and port in ray_ports:
                     self.problems.append(
                         Problem(
@@ -379,7 +459,7 @@ class Builder:
                         )
                     )
                 other, other_key = owners.setdefault((api, port), (engine, key))
-                if (other, other_key) == (engine, key):
+                if other is engine and other_key == key:
                     continue
                 self.problems.append(
                     Problem(
@@ -464,11 +544,13 @@ class Builder:
         head, workers = self.ray(planned)
         reasons = {}
         for engine in planned:
-            for host in engine.used if len(engine.used) > 1 else ():
-                reasons[host] = f"the instance {engine.name} spans {len(engine.used)} nodes"
+            for replica in engine.replicas:
+                for host in replica.nodes if len(replica.nodes) > 1 else ():
+                    reasons[host] = f"the instance {engine.name} spans {len(replica.nodes)} nodes"
         for host in [head, *workers] if head else ():
             reasons.setdefault(str(host), "the node is part of the Ray cluster")
         addresses = self.addresses(reasons, nodes)
+        self.check_names(planned)
         ray_nodes = [head, *workers] if head else []
         self.check_ports(planned, ray_nodes)
         if self.problems:
@@ -516,7 +598,7 @@ class Builder:
             for host in [head, *workers]:
                 # Only what is planned: Ray packs an engine where it finds room, so spare GPUs would move its ranks.
                 hosts[host]["ray"] = {"role": "head" if host == head else "worker", "num_gpus": ray_gpus.get(host, 0)}
-        api = {item["api_node"] for item in described.values()}
+        api = {replica.api for engine in engines for replica in engine.replicas}
         running = {host for host in nodes if hosts[host]["instances"]} | {
             host for engine in engines for host in engine.used
         }
@@ -571,55 +653,107 @@ class Builder:
         variant: str,
         version: str,
     ) -> dict[str, Any]:
-        spec, used = engine.spec, engine.used
-        api, ray = used[0], engine.executor == "ray"
+        spec = engine.spec
         path = model_path(spec["model"], SITE["state_dir"])
         if not spec["model"].get("path") and not spec["model"].get("revision"):
             self.warnings.append(f"{engine.name}: model.revision is not pinned; main may change under you")
-        several = len(used) > 1 and not ray
-        world = []
-        for rank, host in enumerate(used):
-            role = "api" if rank == 0 else "ray" if ray else "headless"
-            world.append({"node": host, "rank": rank, "role": role})
-            if ray and rank:
-                continue
-            environment = dict(spec.get("environment") or {})
-            indices = engine.gpus[host]
-            if not ray and variant != "cpu" and len(indices) < len(self.declared_gpus(host, False)):
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
-            hosts[host]["instances"].append(
+        replicas = []
+        for replica in engine.replicas:
+            url = f"http://{_endpoint(addresses[replica.api] or '127.0.0.1', engine.port + replica.offset)}"
+            role = "ray" if engine.executor == "ray" else "headless"
+            world = [
+                {"node": host, "rank": rank, "role": role if rank else "api"} for rank, host in enumerate(replica.nodes)
+            ]
+            replicas.append(
                 {
-                    "name": engine.name,
-                    "role": role,
-                    "executor": engine.executor,
-                    "args": serve_args(
-                        engine.plan,
-                        version,
-                        model=path,
-                        served_model_name=engine.name,
-                        host=_listen(addresses[api]),
-                        port=engine.port,
-                        nnodes=len(used) if several else 1,
-                        node_rank=rank if several else 0,
-                        master_addr=addresses[api] if several else None,
-                        master_port=int(spec["master_port"]) if several else None,
-                    ),
-                    "environment": environment,
-                    "needs_ray_gpus": sum(map(len, engine.gpus.values())) if ray else 0,
+                    "name": replica.name,
+                    "api_node": replica.api,
+                    "url": url,
+                    "port": engine.port + replica.offset,
+                    "world": world,
                 }
             )
+            self._place(
+                engine, replica, replicas[-1], path, addresses=addresses, hosts=hosts, runtime=(variant, version)
+            )
+        first = replicas[0]
         return {
             "executor": engine.executor,
-            "api_node": api,
-            "url": f"http://{_endpoint(addresses[api] or '127.0.0.1', engine.port)}",
+            "api_node": first["api_node"],
+            "url": first["url"],
             "port": engine.port,
             "model_path": path,
             "context_length": engine.plan["max_model_len"],
             "tensor_parallel_size": engine.plan["tensor_parallel_size"],
             "pipeline_parallel_size": engine.plan["pipeline_parallel_size"],
-            "world": world,
+            "data_parallel_size": engine.data,
+            "replicas": replicas,
+            # Every node that has a part, with the first of its roles.
+            "world": list({item["node"]: item for entry in reversed(replicas) for item in entry["world"]}.values()),
             "plan": engine.plan,
         }
+
+    def _place(
+        self,
+        engine: Engine,
+        replica: Replica,
+        described: Mapping[str, Any],
+        path: str,
+        *,
+        addresses: Mapping[str, str | None],
+        hosts: dict[str, dict[str, Any]],
+        runtime: tuple[str, str],
+    ) -> None:
+        """Give each node of a replica the unit that it runs."""
+        variant, version = runtime
+        several = len(replica.nodes) > 1 and engine.executor != "ray"
+        meeting = engine.meeting_port()
+        ranks_a_node = engine.data // len(replica.nodes) if several else engine.data
+        for member in described["world"]:
+            host, rank = member["node"], member["rank"]
+            if member["role"] == "ray":
+                continue
+            environment = dict(engine.spec.get("environment") or {})
+            partition = engine.plan.get("pp_layer_partition")
+            if partition:
+                environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, partition))
+            indices = replica.gpus[host]
+            if engine.executor == "mp" and variant != "cpu" and len(indices) < len(self.declared_gpus(host, False)):
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+            spread: dict[str, Any] = {}
+            if several and meeting is not None:
+                port = meeting[1] + replica.offset
+                spread = {"nnodes": len(replica.nodes), "node_rank": rank, "master_addr": addresses[replica.api]}
+                spread["master_port"] = port
+                if engine.data > 1:
+                    spread |= {
+                        "data_parallel_size_local": ranks_a_node,
+                        "data_parallel_start_rank": rank * ranks_a_node,
+                    }
+            hosts[host]["instances"].append(
+                {
+                    "name": replica.name,
+                    "instance": engine.name,
+                    "replica": replica.index,
+                    "role": member["role"],
+                    "executor": engine.executor,
+                    "url": described["url"],
+                    "api_node": replica.api,
+                    "world": described["world"],
+                    "meeting_port": spread["master_port"] if spread and engine.data == 1 else None,
+                    "args": serve_args(
+                        engine.plan,
+                        version,
+                        model=path,
+                        served_model_name=engine.name,
+                        host=_listen(addresses[replica.api]),
+                        port=engine.port + replica.offset,
+                        **spread,
+                    ),
+                    "environment": environment,
+                    "needs_ray_gpus": sum(map(len, replica.gpus.values())) if engine.executor == "ray" else 0,
+                }
+            )
 
 
 def build(

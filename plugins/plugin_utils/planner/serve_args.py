@@ -38,6 +38,7 @@ OWNED = {
     "--data-parallel-address": "cluster_address",
     "--data-parallel-backend": "executor",
     "--data-parallel-rank": "nodes",
+    "--data-parallel-rpc-port": "data_parallel_rpc_port",
     "--data-parallel-size-local": "nodes",
     "--data-parallel-start-rank": "nodes",
     "--config": "args",
@@ -160,8 +161,14 @@ def serve_args(
     node_rank: int = 0,
     master_addr: str | None = None,
     master_port: int | None = None,
+    data_parallel_size_local: int | None = None,
+    data_parallel_start_rank: int = 0,
 ) -> list[str]:
-    """What follows `vllm serve`, one element an argument."""
+    """What follows `vllm serve`, one element an argument.
+
+    An engine over several nodes without Ray meets at `master_addr` and `master_port`; with data-parallel ranks that are
+    whole on their nodes (`data_parallel_size_local` of them on each) that is vLLM's data-parallel handshake.
+    """
     argv = [model] if model is not None else []
     for flag, value in (("--served-model-name", served_model_name), ("--host", host), ("--port", port)):
         # A headless node has no API server; these flags would only mislead the reader of its unit.
@@ -176,12 +183,21 @@ def serve_args(
     if nnodes > 1:
         if master_addr is None or master_port is None:
             raise PlannerError("An engine over several nodes without Ray needs master_addr and master_port.")
-        for flag, value in (
+        meeting: tuple[tuple[str, Any], ...] = (
             ("--nnodes", nnodes),
             ("--node-rank", node_rank),
             ("--master-addr", master_addr),
             ("--master-port", master_port),
-        ):
+        )
+        if data_parallel_size_local is not None:
+            meeting = (
+                ("--data-parallel-size-local", data_parallel_size_local),
+                ("--data-parallel-address", master_addr),
+                ("--data-parallel-rpc-port", master_port),
+            )
+            if node_rank:
+                meeting += (("--data-parallel-start-rank", data_parallel_start_rank),)
+        for flag, value in meeting:
             argv += _render(flag, value, version)
         if node_rank:
             argv += _render("--headless", True, version)
