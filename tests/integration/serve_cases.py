@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "collections"))
 
-from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.serve_args import (  # noqa: E402
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.serve_args import (
     OWNED,
     REFUSED,
     _load,

@@ -13,13 +13,14 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 
 # The parser of a CUDA build works on a machine without GPUs only like this.
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm.entrypoints.cli.serve import cmd_init  # noqa: E402
-from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+from vllm.entrypoints.cli.serve import cmd_init
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def parse(top, argv):
@@ -68,8 +69,7 @@ def argv_problems(top, actions, argvs):
 
 
 def main():
-    with open(sys.argv[1], encoding="utf-8") as file:
-        cases = json.load(file)
+    cases = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     top = FlexibleArgumentParser(prog="vllm")
     serve = cmd_init()[0].subparser_init(top.add_subparsers(dest="subparser"))
     actions = serve._option_string_actions

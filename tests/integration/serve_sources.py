@@ -27,10 +27,9 @@ def main(version: str, out: Path) -> None:
         )
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(
-                f"{folder}/site",
-                [name for name in archive.namelist() if name.endswith((".py", "/METADATA", "/entry_points.txt"))],
-            )
+            for name in archive.namelist():
+                if name.endswith((".py", "/METADATA", "/entry_points.txt")):
+                    archive.extract(name, f"{folder}/site")
         new = out.with_suffix(".new")
         with tarfile.open(new, "w") as packed:
             packed.add(f"{folder}/site", arcname=".")
