@@ -20,6 +20,9 @@ fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
     { echo "error: PYTHON=$python is no Python >= 3.11 ($("$python" --version 2>&1)). Name another one." >&2; exit 1; }
 
+# Never the environment's own interpreter (make puts it first on PATH): it is about to be removed.
+python=$("$python" -c 'import sys; print(sys._base_executable)')
+
 want=$({ cat requirements.txt; "$python" -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum | cut -c1-64)
 if [ "$(cat "$venv/.requirements-sha256" 2>/dev/null)" = "$want" ]; then exit 0; fi
 
