@@ -10,12 +10,21 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors impor
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.estimate import estimate
 
 
-def _estimate(model_config: Any, gpu: Any, engine: Any = None, hf_quant_config: Any = None) -> dict[str, Any]:
-    config, card, flags, quant = (to_plain(item) for item in (model_config, gpu, engine or {}, hf_quant_config))
-    if not isinstance(config, dict) or not isinstance(card, dict) or not isinstance(flags, dict):
-        raise AnsibleFilterError("ironrack.vllm.estimate: the model config, the GPU and the flags are dictionaries")
+def _estimate(
+    model_config: Any, gpu: Any, engine: Any = None, hf_quant_config: Any = None, draft_config: Any = None
+) -> dict[str, Any]:
+    config, card, flags, quant, draft = (
+        to_plain(item) for item in (model_config, gpu, engine or {}, hf_quant_config, draft_config)
+    )
+    if not isinstance(config, dict) or not isinstance(card, dict | list) or not isinstance(flags, dict):
+        raise AnsibleFilterError(
+            "ironrack.vllm.estimate: the model config and the flags are dictionaries, the GPU is one or a list of them"
+        )
+    for name, value in (("hf_quant_config", quant), ("draft_config", draft)):
+        if value is not None and not isinstance(value, dict):
+            raise AnsibleFilterError(f"ironrack.vllm.estimate: {name} is the dictionary of a JSON file")
     try:
-        return estimate(config, card, flags, quant)
+        return estimate(config, card, flags, quant, draft)
     except PlannerError as error:
         raise AnsibleFilterError(f"ironrack.vllm.estimate: {error}") from error
 

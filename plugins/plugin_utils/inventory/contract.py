@@ -80,7 +80,14 @@ _INSTANCE: Spec = {
         "options": {
             "tensor": {"type": "int", "minimum": 1, "description": "GPUs that share each layer, inside a node."},
             "pipeline": {"type": "int", "minimum": 1, "description": "Stages of consecutive layers, across nodes."},
-            "data": {"type": "int", "minimum": 1, "description": "Replicas inside the engine; only 1 in this release."},
+            "data": {
+                "type": "int",
+                "minimum": 1,
+                "description": (
+                    "Data-parallel ranks inside the engine (mixture of experts, latent attention), or independent "
+                    "replicas (every other model)."
+                ),
+            },
             "expert": {"type": "bool", "description": "Keep experts whole and spread them over the GPUs."},
         },
     },
@@ -109,7 +116,9 @@ _INSTANCE: Spec = {
         "default": 8000,
         "minimum": 1024,
         "maximum": 65535,
-        "description": "Port of the OpenAI endpoint on the API node.",
+        "description": (
+            "Port of the OpenAI endpoint on the API node. Further replicas with the same API node take the next ports."
+        ),
     },
     "master_port": {
         "type": "int",
@@ -117,6 +126,13 @@ _INSTANCE: Spec = {
         "minimum": 1024,
         "maximum": 65535,
         "description": "Port on which the ranks of an engine over several nodes without Ray meet.",
+    },
+    "data_parallel_rpc_port": {
+        "type": "int",
+        "default": 29550,
+        "minimum": 1024,
+        "maximum": 65535,
+        "description": "Port on which the data-parallel ranks of an engine over several nodes meet.",
     },
     "environment": {
         "type": "dict",
@@ -178,7 +194,8 @@ CONTRACT: dict[str, Spec] = {
 # Switches for one run, given with -e and meaningless in an inventory.
 SWITCHES: dict[str, str] = {
     "plan_format": "Form of the plan that playbooks/plan.yml prints: text, json or html.",
-    "plan_growth": "Factor by which concurrency is assumed to grow in playbooks/plan.yml.",
+    "plan_growth": "Factor from 1 to 1000 by which concurrency grows: playbooks/plan.yml says what that needs.",
+    "plan_file": "File on the controller that playbooks/plan.yml writes the plan to, in the form of plan_format.",
 }
 
 # What all nodes agree on without asking anybody.

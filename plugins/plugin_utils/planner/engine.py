@@ -13,8 +13,8 @@ from .errors import PlannerError
 from .rules import Layout
 
 DEFAULT_VERSION = "0.33.0"
-# The oldest version whose memory rules are described here.
-OLDEST_VERSION = (0, 17)
+# The oldest version whose memory rules are described; older ones are taken for it, with a wide margin.
+OLDEST_VERSION = (0, 19, 0)
 # Larger values occur in no flag; arithmetic with them would only hide a mistake.
 MAX_VALUE = 1 << 40
 _AUTO_LENGTH = ("auto", -1, "-1")
@@ -83,13 +83,6 @@ def parse_version(text: Any) -> tuple[int, int, int]:
             f"vllm_version = {_short(text)} is no version.", f"Write it like {DEFAULT_VERSION}.", "vllm_version"
         )
     major, minor, patch = (int(part or 0) for part in match.groups())
-    if (major, minor) < OLDEST_VERSION:
-        raise PlannerError(
-            f"vllm_version = {_short(text)}: the memory rules of versions before "
-            f"{'.'.join(map(str, OLDEST_VERSION))} are not described.",
-            f"Use {DEFAULT_VERSION}.",
-            "vllm_version",
-        )
     return major, minor, patch
 
 

@@ -1,296 +1,233 @@
-"""What vLLM will say of memory for fixed flags: a first version for plain transformers.
+"""What vLLM will say of GPU memory for fixed flags: puts weights, overhead and KV cache together.
 
-Covered: decoder-only models with full GQA/MHA attention, dense or mixture-of-experts, unquantized or with FP8, AWQ and
-GPTQ linear layers. Everything else raises `UnsupportedArchitectureError`, because a guess would be worse than none.
-Figures come from the model's structure and from the version's rules, never from a model's name.
+A rank's KV cache is what is left of `visible memory x utilization` after the weights, the peak of the profile run, the
+growth of memory that torch does not manage, and the CUDA graph estimate (vllm/v1/worker/gpu_worker.py). The rank with
+the fewest blocks decides for all (vllm/v1/core/kv_cache_utils.py). Figures come from the model's structure and the
+version's rules, never from a model's name.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .engine import OLDEST_VERSION, Card, Engine, parse_card, parse_engine
 from .errors import PlannerError, UnsupportedArchitectureError
+from .kv_cache import KVPlan, KVResult, capability_of, checkpoint_kv_dtype, kv_plan
+from .mixers import draft_mixers, mixers
 from .model import Model, merge, parse_config
-from .rules import Layout, check, padded_vocab, split_layers
+from .overhead import StageOverhead, batch_defaults, runner, stage_overheads, utilization, visible_gib
+from .rules import check
+from .weights import StageWeights, stage_weights
 
 GIB = float(1 << 30)
 BLOCK_TOKENS = 16
-DEFAULT_UTILIZATION = 0.92
-# The driver keeps part of the memory that nvidia-smi prints; torch sees the rest.
-TORCH_SHARE = 0.9955
+# What loading takes besides the weights themselves before the profile run can begin: the CUDA context.
+_CONTEXT_GIB = 0.5
+# Half-width of the doubt about loaded weights, as a share of them.
+_WEIGHTS_DOUBT = 0.004
+# The same for the KV cache of a version that is older than those whose rules are described: 0.19 to 0.33.
+_OLD_VERSION_MARGIN = 0.15
 
-_DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2, "auto": 2}
-_KV_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
-
-# Structure that config.json does not tell: how many matrices the MLP has, and biases are too small to matter.
-_GATED = frozenset(
-    {
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Phi3ForCausalLM",
-        "GraniteForCausalLM",
-        "OlmoForCausalLM",
-        "Olmo2ForCausalLM",
-        "InternLM2ForCausalLM",
-        "GemmaForCausalLM",
-        "CohereForCausalLM",
-        "BaichuanForCausalLM",
-        "MixtralForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3MoeForCausalLM",
-    }
-)
-_UNGATED = frozenset({"GPT2LMHeadModel", "PhiForCausalLM", "Starcoder2ForCausalLM", "OPTForCausalLM"})
-
-
-@dataclass(frozen=True)
-class Rank:
-    """The memory of one GPU of one pipeline stage, in GiB."""
-
-    stage: int
-    weights: float
-    activation: float
-    overhead: float
-    kv: float
-    kv_bytes_per_token: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "weights_gib": round(self.weights, 3),
-            "activation_gib": round(self.activation, 3),
-            "overhead_gib": round(self.overhead, 3),
-            "kv_cache_gib": round(self.kv, 3),
-        }
-
-
-def covers(model: Model) -> None:
-    """Raise when the memory of this model is not known to this version."""
-    reason = ""
-    if model.architecture not in _GATED | _UNGATED:
-        reason = "its structure"
-    elif model.mla:
-        reason = "its latent attention"
-    elif model.sliding_window is not None and model.sliding_window < model.max_context:
-        reason = "its sliding window"
-    elif model.quantization and model.quantization.method not in ("fp8", "awq", "gptq", "awq_marlin", "gptq_marlin"):
-        reason = f"its quantization {model.quantization.method!r}"
-    if reason:
-        name = model.architecture or model.model_type or "unnamed"
-        raise UnsupportedArchitectureError(f"the memory of {name} is not known to this version because of {reason}")
+_DTYPES = {
+    "float32": "float32",
+    "float": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+}
 
 
 def estimate(
     config: Mapping[str, Any],
-    gpu: Mapping[str, Any],
+    gpu: Any,
     engine: Mapping[str, Any] | None = None,
     hf_quant_config: Mapping[str, Any] | None = None,
+    draft_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The filter's entry: model config, GPU and flags in, figures out."""
+    """The filter's entry: config.json, GPU and flags in, figures out (GiB = 2^30 bytes).
+
+    `gpu` is a mapping of name and memory_total_mib, or a list of one a pipeline stage. `draft_config` is the
+    config.json of the model that `speculative_config` names.
+    """
     flags = dict(engine or {})
     overrides = flags.get("hf_overrides")
-    model = parse_config(merge(config, overrides) if isinstance(overrides, Mapping) else config, hf_quant_config)
-    return estimate_model(model, gpu, flags)
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise PlannerError(f"hf_overrides = {str(overrides)[:60]!r} is not a mapping.", key="hf_overrides")
+    model = parse_config(merge(config, overrides) if overrides else config, hf_quant_config)
+    draft = None if draft_config is None else parse_config(draft_config)
+    return estimate_model(model, gpu, flags, draft)
 
 
-def estimate_model(model: Model, gpu: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def estimate_model(
+    model: Model, gpu: Any, flags: Mapping[str, Any] | Engine, draft: Model | None = None
+) -> dict[str, Any]:
     """The same for a model that is parsed already."""
-    covers(model)
-    layout = Layout(
-        tensor=_positive(flags, "tensor_parallel_size", 1),
-        pipeline=_positive(flags, "pipeline_parallel_size", 1),
-        data=_positive(flags, "data_parallel_size", 1),
-        expert=bool(flags.get("enable_expert_parallel")),
-    )
+    engine = flags if isinstance(flags, Engine) else parse_engine(flags)
+    layout = engine.layout
+    listed = list(gpu) if isinstance(gpu, Sequence) and not isinstance(gpu, str | bytes) else [gpu]
+    if len(listed) not in (1, layout.pipeline):
+        raise PlannerError(f"{len(listed)} GPUs are given for {layout.pipeline} pipeline stages.", key="gpu")
+    cards = [parse_card(item) for item in listed]
+    if len(cards) == 1:
+        cards *= layout.pipeline
     broken = check(model, layout)
     if broken:
-        return _result([], model.max_context, str(broken[0]), [])
-    memory_mib = _number(gpu, "memory_total_mib")
-    name = str(gpu.get("name", ""))
-    torch_gib = memory_mib / 1024 * TORCH_SHARE
-    seqs_default, tokens_default = batch_defaults(name, torch_gib)
-    seqs = _positive(flags, "max_num_seqs", seqs_default)
-    tokens = _positive(flags, "max_num_batched_tokens", tokens_default)
-    length = flags.get("max_model_len")
-    length = model.default_context if length in (None, "auto", -1) else _positive(flags, "max_model_len", 0)
-    utilization = float(_number(flags, "gpu_memory_utilization", DEFAULT_UTILIZATION))
-    if not 0 < utilization <= 1:
-        raise PlannerError(f"gpu_memory_utilization = {utilization} is not between 0 and 1")
-    budget = torch_gib * utilization
-    eager = bool(flags.get("enforce_eager"))
-    ranks = []
-    for stage, layers in enumerate(split_layers(model.layers, layout.pipeline)):
-        weights = _weights(model, layout, stage, layers, flags) / GIB
-        activation = _activation(model, layout, seqs, tokens, eager)
-        overhead = 0.22 if layout.world == 1 else 0.06
-        if model.is_moe and not eager:
-            overhead += 0.6
-        per_token = _kv_bytes(model, layout, layers, flags)
-        kv = budget - weights - activation - overhead
-        ranks.append(Rank(stage, weights, activation, overhead, kv, per_token))
-    return _result(ranks, length, None, _assumptions(model, torch_gib, utilization))
-
-
-def batch_defaults(name: str, memory_gib: float) -> tuple[int, int]:
-    """`max_num_seqs` and `max_num_batched_tokens` that the API server takes on this GPU."""
-    if memory_gib >= 160:
-        return 1024, 16384
-    if memory_gib >= 70 and "a100" not in name.lower():
-        return 1024, 8192
-    return 256, 2048
-
-
-def _result(ranks: list[Rank], length: int, error: str | None, assumptions: list[str]) -> dict[str, Any]:
-    if error is not None or not ranks:
-        return {
-            "fits": False,
-            "error": error,
-            "weights_gib": None,
-            "kv_cache_gib": None,
-            "kv_cache_tokens": 0,
-            "max_concurrency": 0.0,
-            "ranks": [],
-            "assumptions": assumptions,
-            "margin": 0.0,
-        }
-    tightest = min(ranks, key=lambda rank: (_tokens(rank), -rank.weights))
-    tokens = _tokens(tightest)
-    needed = math.ceil(length / BLOCK_TOKENS) * BLOCK_TOKENS
-    if tightest.kv <= 0:
-        error = (
-            "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
-            "engine."
+        return _refused(str(broken[0]))
+    length = engine.max_model_len or (model.max_context if engine.auto_length else model.default_context)
+    if length > model.max_context and not engine.auto_length:
+        return _refused(
+            f"User-specified max_model_len ({length}) is greater than the derived max_model_len "
+            f"({model.max_context_key}={model.max_context} or model_max_length={model.max_context_alternative} in "
+            "model's config.json)."
         )
-    elif tokens < needed:
-        error = (
-            f"To serve at least one request with the model's max seq len ({length}), "
-            f"({needed * tightest.kv_bytes_per_token / GIB:.2f} GiB KV cache is needed, which is larger than the "
-            f"available KV cache memory ({tightest.kv:.2f} GiB). Based on the available memory, the estimated maximum "
-            f"model length is {tokens}."
+    # Each stage on its own kind of GPU, which decides its kernels.
+    kinds = {card: _of_kind(model, engine, card, draft) for card in dict.fromkeys(cards)}
+    weights = [kinds[card][0][stage] for stage, card in enumerate(cards)]
+    overheads = [kinds[card][1][stage] for stage, card in enumerate(cards)]
+    plan = _cache_plan(model, engine, cards[0], length, draft)
+    share = utilization(engine)
+    # Buffers that attention makes while it loads are part of what vLLM prints as the weights.
+    loaded = [weight.bytes / GIB + part.loaded_gib for weight, part in zip(weights, overheads, strict=True)]
+    free = [
+        visible_gib(card) * share - gib - part.activation_gib - part.non_torch_gib - part.graph_gib
+        for card, gib, part in zip(cards, loaded, overheads, strict=True)
+    ]
+    if engine.kv_cache_memory_bytes is not None:
+        free = [engine.kv_cache_memory_bytes / GIB] * layout.pipeline
+    seqs, _ = batch_defaults(engine, cards[0], model)
+    sized = plan.size(
+        [gib * GIB for gib in free],
+        length,
+        auto_length=engine.auto_length,
+        max_num_seqs=seqs,
+        blocks_override=_blocks_override(engine),
+    )
+    error = sized.error
+    for card, gib in zip(cards, loaded, strict=True):
+        if gib + _CONTEXT_GIB > visible_gib(card):
+            error = (
+                f"torch.OutOfMemoryError: CUDA out of memory. The weights of one rank take {gib:.2f} GiB, the GPU has "
+                f"a total capacity of {visible_gib(card):.2f} GiB."
+            )
+            break
+    return _result(engine, plan, sized, error, cards=cards, loaded=loaded, overheads=overheads, free=free)
+
+
+def _of_kind(
+    model: Model, engine: Engine, card: Card, draft: Model | None
+) -> tuple[list[StageWeights], list[StageOverhead]]:
+    """What every stage would hold if all were on this kind of GPU."""
+    weights = stage_weights(model, engine, draft, card)
+    return weights, stage_overheads(model, engine, card, weights)
+
+
+def _cache_plan(model: Model, engine: Engine, card: Card, length: int, draft: Model | None) -> KVPlan:
+    method = ""
+    if engine.speculative:
+        method = str(engine.speculative.get("method") or ("draft_model" if draft else ""))
+    # Batch sizes are those of the GPU that the API server sees, which is the first stage's.
+    _, tokens = batch_defaults(engine, card, model)
+    return kv_plan(
+        mixers(model.config),
+        engine,
+        dtype=_dtype(model, engine),
+        max_num_batched_tokens=tokens,
+        max_model_len=length,
+        checkpoint_kv_dtype=checkpoint_kv_dtype(model.config, model.quantization_beside),
+        capability=capability_of(card.name),
+        draft=draft_mixers(model.config, method, draft.config if draft else None) if method else (),
+        partition=engine.layout.layer_partition,
+        new_runner=runner(model, engine) == "v2",
+    )
+
+
+def _dtype(model: Model, engine: Engine) -> str:
+    """The type of the activations; float32 checkpoints are served in 16 bits unless float32 is asked for."""
+    asked = model.dtype if engine.dtype == "auto" else engine.dtype
+    if asked not in _DTYPES:
+        raise UnsupportedArchitectureError(f"dtype {asked[:60]!r} is not known.", "Use float16, bfloat16 or float32.")
+    if engine.dtype == "auto" and _DTYPES[asked] == "float32":
+        return "bfloat16"
+    return _DTYPES[asked]
+
+
+def _blocks_override(engine: Engine) -> int | None:
+    value = engine.flags.get("num_gpu_blocks_override")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 40:
+        raise PlannerError(
+            f"num_gpu_blocks_override = {str(value)[:60]} is not a positive integer.", key="num_gpu_blocks_override"
         )
+    return value
+
+
+def _result(
+    engine: Engine,
+    plan: KVPlan,
+    sized: KVResult,
+    error: str | None,
+    *,
+    cards: Sequence[Card],
+    loaded: Sequence[float],
+    overheads: Sequence[StageOverhead],
+    free: Sequence[float],
+) -> dict[str, Any]:
+    stages = range(len(cards))
+    # Stages without a cache of their own (all their layers are without) can't be the tightest by blocks.
+    tightest = min(
+        stages, key=lambda stage: (free[stage] / plan.block_bytes[stage] if plan.block_bytes[stage] else 1e30, stage)
+    )
+    if all(not size for size in plan.block_bytes):
+        tightest = min(stages, key=lambda stage: free[stage])
+    doubt = overheads[tightest].spread_gib + _WEIGHTS_DOUBT * loaded[tightest]
+    notes = [note for part in overheads for note in part.notes]
+    margin = doubt / free[tightest] if free[tightest] > 0 else 1.0
+    if engine.version < OLDEST_VERSION:
+        notes.append(f"the rules of vLLM {'.'.join(map(str, OLDEST_VERSION))} are applied to this older version")
+        margin = max(margin, _OLD_VERSION_MARGIN)
     return {
         "fits": error is None,
         "error": error,
-        "weights_gib": round(tightest.weights, 3),
-        "kv_cache_gib": round(max(0.0, tightest.kv), 3),
-        "kv_cache_tokens": tokens,
-        "max_concurrency": round(tokens / needed, 2),
-        "ranks": [rank.as_dict() for rank in ranks],
-        "assumptions": assumptions,
-        "margin": 0.05,
+        "weights_gib": round(loaded[tightest], 3),
+        "kv_cache_gib": round(max(0.0, free[tightest]), 3),
+        "kv_cache_tokens": sized.tokens,
+        "max_concurrency": round(sized.concurrency, 2),
+        "ranks": [
+            {
+                "stage": stage,
+                "weights_gib": round(loaded[stage], 3),
+                "activation_gib": round(overheads[stage].activation_gib, 3),
+                "overhead_gib": round(overheads[stage].non_torch_gib + overheads[stage].graph_gib, 3),
+                "kv_cache_gib": round(free[stage], 3),
+            }
+            for stage in stages
+        ],
+        "assumptions": list(dict.fromkeys([*_assumptions(engine, cards), *notes])),
+        "margin": round(min(1.0, margin), 4),
     }
 
 
-def _tokens(rank: Rank) -> int:
-    if rank.kv <= 0:
-        return 0
-    return int(rank.kv * GIB // (rank.kv_bytes_per_token * BLOCK_TOKENS)) * BLOCK_TOKENS
-
-
-def _weights(model: Model, layout: Layout, stage: int, layers: int, flags: Mapping[str, Any]) -> float:
-    plain = _dtype_bytes(model, flags)
-    tensor = layout.tensor
-    attention = model.hidden * model.head_dim * (2 * model.heads / tensor + 2 * max(1.0, model.kv_heads / tensor))
-    matrices = 3 if model.architecture in _GATED else 2
-    dense = matrices * model.hidden * model.intermediate / tensor
-    linear = _linear_bytes(model, plain, flags.get("quantization") == "fp8")
-    # Dense layers come first in every family that mixes them, so early stages hold them.
-    before = sum(split_layers(model.layers, layout.pipeline)[:stage])
-    dense_here = layers if not model.is_moe else max(0, min(layers, model.dense_layers - before))
-    total = layers * attention * linear + dense_here * dense * linear
-    if model.is_moe:
-        shards = layout.data * tensor
-        experts = matrices * model.hidden * model.moe_intermediate * model.experts / shards
-        if layout.expert:
-            experts = matrices * model.hidden * model.moe_intermediate * math.ceil(model.experts / shards)
-        shared = matrices * model.hidden * model.shared_intermediate / tensor
-        router = model.hidden * model.experts * plain
-        total += (layers - dense_here) * ((experts + shared) * linear + router)
-    total += layers * 2 * model.hidden * plain
-    table = padded_vocab(model) * model.hidden * plain / tensor
-    last = stage == layout.pipeline - 1
-    if stage == 0:
-        total += table
-    if last and not (model.tied_embeddings and stage == 0):
-        total += table
-    return total
-
-
-def _linear_bytes(model: Model, plain: float, online_fp8: bool) -> float:
-    """Bytes of one weight of a linear layer, its scales included."""
-    quantization = model.quantization
-    if quantization is None:
-        # `--quantization fp8` converts the linear layers while they load.
-        return 1.0 if online_fp8 else plain
-    if quantization.method == "fp8":
-        block = quantization.block
-        return 1.0 + (4.0 / (block[0] * block[1]) if block else 0.0)
-    bits = quantization.bits or 4
-    group = quantization.group_size or 128
-    return bits / 8 + (2 + bits / 8) / group
-
-
-def _kv_bytes(model: Model, layout: Layout, layers: int, flags: Mapping[str, Any]) -> float:
-    asked = str(flags.get("kv_cache_dtype", "auto"))
-    if asked == "auto":
-        size: float = 1 if model.quantization and model.quantization.fp8_kv else _dtype_bytes(model, flags)
-    elif asked in _KV_BYTES:
-        size = _KV_BYTES[asked]
-    else:
-        raise UnsupportedArchitectureError(f"kv_cache_dtype {asked!r} is not known to this version")
-    return 2 * layers * max(1.0, model.kv_heads / layout.tensor) * model.head_dim * size
-
-
-def _activation(model: Model, layout: Layout, seqs: int, tokens: int, eager: bool) -> float:
-    width = model.moe_intermediate * max(1, model.experts_per_token) if model.is_moe else model.intermediate
-    peak = tokens * (3 * width / layout.tensor + 3 * model.hidden) * 2 / GIB
-    if model.is_moe:
-        # The older runner warms the sampler up with float32 logits of every sequence; that is the peak.
-        return max(peak, 3.8 * 4 * model.vocab * seqs / GIB) + 0.5
-    return peak if eager else peak * 1.25
-
-
-def _dtype_bytes(model: Model, flags: Mapping[str, Any]) -> int:
-    asked = str(flags.get("dtype", "auto"))
-    name = model.dtype if asked == "auto" else asked
-    if asked == "auto" and name == "float32":
-        # vLLM downcasts float32 checkpoints unless float32 is asked for.
-        return 2
-    if name not in _DTYPE_BYTES:
-        raise UnsupportedArchitectureError(f"dtype {name!r} is not known to this version")
-    return _DTYPE_BYTES[name]
-
-
-def _assumptions(model: Model, torch_gib: float, utilization: float) -> list[str]:
+def _assumptions(engine: Engine, cards: Sequence[Card]) -> list[str]:
+    share = utilization(engine)
     notes = [
-        f"torch sees {torch_gib:.1f} GiB of the card, {utilization:.2f} of it is asked for",
-        "no other process uses the card",
+        f"torch sees {visible_gib(card):.2f} GiB of {card.name or 'the card'}, {share:.2f} of it is asked for"
+        for card in dict.fromkeys(cards)
     ]
-    if model.quantization:
-        notes.append("every linear layer is quantized, embeddings and head are not")
-    return notes
+    version = ".".join(map(str, engine.version))
+    return [*notes, f"the rules are those of vLLM {version}", "no other process uses the card"]
 
 
-def _number(source: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = source.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise PlannerError(f"{key} = {value!r} is not a positive number")
-    return value
-
-
-def _positive(source: Mapping[str, Any], key: str, default: int) -> int:
-    value = source.get(key)
-    if value is None:
-        return default
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlannerError(f"{key} = {value!r} is not a positive integer")
-    return value
+def _refused(error: str) -> dict[str, Any]:
+    return {
+        "fits": False,
+        "error": error,
+        "weights_gib": None,
+        "kv_cache_gib": None,
+        "kv_cache_tokens": 0,
+        "max_concurrency": 0.0,
+        "ranks": [],
+        "assumptions": [],
+        "margin": 0.0,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,15 @@ class Model:
     default_context: int
     max_context_alternative: int | None
     quantization: Quantization | None
+    # The whole config.json with its overrides, for what only one family of models has.
+    config: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    # hf_quant_config.json, where the checkpoint has one.
+    quantization_beside: Mapping[str, Any] | None = field(default=None, hash=False, repr=False)
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The part of the config that describes the language model."""
+        return text_config(self.config)
 
     @property
     def is_moe(self) -> bool:
@@ -189,6 +198,8 @@ def parse_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] |
         default_context=default_context,
         max_context_alternative=alternative if isinstance(alternative, int) else None,
         quantization=_quantization(config, text, hf_quant_config),
+        config=config,
+        quantization_beside=hf_quant_config,
     )
 
 

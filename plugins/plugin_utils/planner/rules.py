@@ -1,19 +1,86 @@
 """The engine's own rules on parallelism that need only counts, in vLLM's wording, each with a remedy.
 
-Numbers are those of the project's rule list; a rule that is missing here is checked by the engine alone.
+Numbers are those of the project's rule list. `check` knows the rules of a layout, `check_engine` those of other flags
+and of the environment; `remarks` tells what vLLM does by itself where a rule is not kept (rules 3, 13 and 19).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from .errors import PlannerError
+from .mixers import Mixer, mixers
 from .model import Model
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 VOCAB_PADDING = 64
 # Stands for "name the tensor sizes that work"; filled in only when somebody reads the violation.
 _OTHER_SIZE = "other tensor size"
+# Classes without `SupportsPP` (vllm/model_executor/models, 0.33).
+_WITHOUT_STAGES = frozenset(
+    {
+        "AliceAIForCausalLM",
+        "AriaForConditionalGeneration",
+        "BertForMaskedLM",
+        "BertForSequenceClassification",
+        "BertForTokenClassification",
+        "BertModel",
+        "BertSpladeSparseEmbeddingModel",
+        "BgeM3EmbeddingModel",
+        "CLIPModel",
+        "ColBERTJinaRobertaModel",
+        "ColBERTLfm2Model",
+        "ColBERTModernBertModel",
+        "DomynEdgeForCausalLM",
+        "DoryForCausalLM",
+        "EmbeddingGemma2Model",
+        "GPT2ForSequenceClassification",
+        "Gemma3TextModel",
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
+        "GteModel",
+        "GteNewForSequenceClassification",
+        "GteNewModel",
+        "HF_ColBERT",
+        "HrmTextForCausalLM",
+        "IQuestLoopCoderForCausalLM",
+        "Idefics3ForConditionalGeneration",
+        "JinaForRanking",
+        "Lfm2BidirectionalModel",
+        "LlamaBidirectionalForSequenceClassification",
+        "LlamaBidirectionalModel",
+        "Mamba2ForCausalLM",
+        "ModernBertForSequenceClassification",
+        "ModernBertForTokenClassification",
+        "ModernBertModel",
+        "ModernVBertModel",
+        "NemotronH_Nano_VL_V2",
+        "NomicBertModel",
+        "PaddleOCRVLForConditionalGeneration",
+        "Phi4MMForCausalLM",
+        "RobertaForMaskedLM",
+        "RobertaForSequenceClassification",
+        "RobertaForTokenClassification",
+        "RobertaModel",
+        "SiglipModel",
+        "SmolVLMForConditionalGeneration",
+        "VoyageQwen3BidirectionalEmbedModel",
+        "WhisperForConditionalGeneration",
+        "XLMRobertaForSequenceClassification",
+        "XLMRobertaForTokenClassification",
+        "XLMRobertaModel",
+        "Zamba2ForCausalLM",
+    }
+)
+# vllm/config/lora.py: MaxLoRARanks.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Methods that left the core, and the first version known to be without them.
+_GONE_METHODS = {"gguf": (0, 26), "bitsandbytes": (0, 33)}
 _GROUPED_METHODS = ("gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "auto-round", "auto_gptq")
 
 
@@ -28,9 +95,13 @@ class Layout:
     decode_context: int = 1
     layer_partition: tuple[int, ...] | None = None
     draft_tensor: int | None = None
+    # Expert load balancing, and the copies of experts that it adds.
+    eplb: bool = False
+    redundant_experts: int = 0
 
     @property
     def world(self) -> int:
+        """GPUs of one data-parallel rank."""
         return self.tensor * self.pipeline
 
 
@@ -139,6 +210,13 @@ def _vocabulary(model: Model, layout: Layout) -> Iterator[Violation]:
 
 
 def _stages(model: Model, layout: Layout) -> Iterator[Violation]:
+    if layout.pipeline > 1 and model.architecture in _WITHOUT_STAGES:
+        yield Violation(
+            6,
+            "Pipeline parallelism is not supported for this model. Supported models implement the `SupportsPP` "
+            "interface.",
+            "Set parallelism.pipeline to 1, or leave it out.",
+        )
     if layout.pipeline > model.layers:
         yield Violation(
             6,
@@ -181,6 +259,40 @@ def _experts_exist(model: Model, layout: Layout) -> Iterator[Violation]:
             9,
             "Number of experts in the model must be greater than 0 when expert parallelism is enabled.",
             "Leave parallelism.expert out: this model has no experts.",
+        )
+
+
+def _balanced_experts(model: Model, layout: Layout) -> Iterator[Violation]:
+    if not layout.eplb:
+        if layout.redundant_experts:
+            yield Violation(
+                10,
+                f"num_redundant_experts is set to {layout.redundant_experts} but EPLB is not enabled. Either enable "
+                "EPLB or unset num_redundant_experts.",
+                "Add enable-eplb: true to args.",
+            )
+        return
+    ranks = layout.data * layout.tensor
+    experts = model.experts + layout.redundant_experts
+    if not layout.expert:
+        yield Violation(
+            10,
+            "enable_expert_parallel must be True to use EPLB.",
+            "Set parallelism.expert to true, or drop enable-eplb.",
+        )
+    elif ranks <= 1:
+        yield Violation(
+            10,
+            "EPLB requires tensor, prefill-context, or data parallelism, but got "
+            f"TP={layout.tensor}, PCP=1, DP={layout.data}.",
+            "Drop enable-eplb from args.",
+        )
+    elif experts % ranks:
+        yield Violation(
+            10,
+            f"EPLB currently only supports even distribution of experts across ranks. Got {experts} experts and "
+            f"{ranks} EP ranks.",
+            f"Set num_redundant_experts in eplb-config to {-model.experts % ranks}.",
         )
 
 
@@ -274,23 +386,69 @@ def _fp8_blocks(model: Model, layout: Layout) -> Iterator[Violation]:
             )
 
 
+@lru_cache(maxsize=16)
+def _mixers(model: Model) -> tuple[Mixer, ...]:
+    """The distinct mixers of a model; none where they are not known."""
+    try:
+        found = mixers(model.config) if model.config else []
+    except PlannerError:
+        return ()
+    kinds: dict[Mixer, None] = {}
+    for mixer in found:
+        kinds[mixer] = None
+        if mixer.beside is not None:
+            kinds[mixer.beside] = None
+    return tuple(kinds)
+
+
 def _mamba(model: Model, layout: Layout) -> Iterator[Violation]:
-    if not model.mamba_heads:
-        return
-    if model.mamba_heads % layout.tensor:
-        yield Violation(
-            16,
-            f"Tensor parallel world size must divide num heads ({model.mamba_heads} Mamba heads, tensor size "
-            f"{layout.tensor}).",
-            _OTHER_SIZE,
-        )
-    if model.mamba_groups > 1 and model.mamba_groups % layout.tensor:
-        yield Violation(
-            16,
-            "If tensor parallel world size does not divide num_groups, then num_groups must equal 1 "
-            f"({model.mamba_groups} groups, tensor size {layout.tensor}).",
-            _OTHER_SIZE,
-        )
+    sizes = {(mixer.state_heads, mixer.state_groups) for mixer in _mixers(model) if mixer.kind == "mamba2"}
+    if not sizes and model.mamba_heads:
+        sizes = {(model.mamba_heads, model.mamba_groups)}
+    for heads, groups in sorted(sizes):
+        if heads % layout.tensor:
+            yield Violation(
+                16,
+                f"Tensor parallel world size must divide num heads. ({heads} Mamba heads, tensor size {layout.tensor})",
+                _OTHER_SIZE,
+            )
+        if groups > 1 and groups % layout.tensor:
+            yield Violation(
+                16,
+                "If tensor parallel world size does not divide num_groups, then num_groups must equal 1. "
+                f"({groups} groups, tensor size {layout.tensor})",
+                _OTHER_SIZE,
+            )
+
+
+def _linear_attention(model: Model, layout: Layout) -> Iterator[Violation]:
+    for mixer in _mixers(model):
+        if mixer.kind not in ("gdn", "kda"):
+            continue
+        values = mixer.state_heads * mixer.state_head_dim
+        sizes = {"value heads": mixer.state_heads}
+        if mixer.kind == "gdn":
+            sizes["convolution"] = 2 * mixer.state_groups * mixer.state_dim + values
+        for what, size in sizes.items():
+            if size % layout.tensor:
+                yield Violation(
+                    17,
+                    f"{size} is not divisible by {layout.tensor} (linear attention {what}, tensor size).",
+                    _OTHER_SIZE,
+                )
+
+
+def _sinks(model: Model, layout: Layout) -> Iterator[Violation]:
+    text = model.text
+    heads = [model.heads] if "gpt_oss" in model.model_type or text.get("add_full_attention_sink_bias") else []
+    sliding = text.get("swa_num_attention_heads")
+    if text.get("add_swa_attention_sink_bias") and isinstance(sliding, int):
+        heads.append(sliding)
+    for number in heads:
+        if number % layout.tensor:
+            yield Violation(
+                18, f"Attention sink heads ({number}) must be divisible by tp_size ({layout.tensor})", _OTHER_SIZE
+            )
 
 
 def _draft(model: Model, layout: Layout) -> Iterator[Violation]:
@@ -311,6 +469,8 @@ _SIZE_RULES: tuple[Rule, ...] = (
     _quantization_groups,
     _fp8_blocks,
     _mamba,
+    _linear_attention,
+    _sinks,
 )
 _RULES: tuple[Rule, ...] = (
     *_SIZE_RULES,
@@ -318,9 +478,185 @@ _RULES: tuple[Rule, ...] = (
     _layer_partition,
     _experts_split,
     _experts_exist,
+    _balanced_experts,
     _decode_context,
     _draft,
 )
+
+
+# Rules of other flags
+
+
+def check_engine(model: Model, engine: Engine, environment: Mapping[str, Any] | None = None) -> list[Violation]:
+    """Rules 20 to 23 and what of rule 11 no layout describes: broken by flags or by the environment of the engine."""
+    return [
+        *_lora(engine),
+        *_speculation(model, engine),
+        *_method(model, engine),
+        *_connector(engine, environment or {}),
+        *_prefill_context(engine),
+    ]
+
+
+def _lora(engine: Engine) -> Iterator[Violation]:
+    flags = engine.flags
+    if not flags.get("enable_lora"):
+        return
+    if engine.max_lora_rank not in _LORA_RANKS:
+        ranks = ", ".join(map(str, _LORA_RANKS[:-1]))
+        best = min((rank for rank in _LORA_RANKS if rank >= engine.max_lora_rank), default=_LORA_RANKS[-1])
+        yield Violation(
+            20,
+            f"max_lora_rank = {engine.max_lora_rank}: Input should be {ranks} or {_LORA_RANKS[-1]}.",
+            f"Set max-lora-rank in args to {best}.",
+        )
+    host = _number(flags.get("max_cpu_loras"))
+    if host is not None and host < engine.max_loras:
+        yield Violation(
+            20,
+            f"max_cpu_loras ({host}) must be >= max_loras ({engine.max_loras}).",
+            f"Set max-cpu-loras to {engine.max_loras} or more in args.",
+        )
+
+
+def _speculation(model: Model, engine: Engine) -> Iterator[Violation]:
+    speculative = engine.speculative
+    if not speculative:
+        return
+    method, tokens = speculative.get("method"), _number(speculative.get("num_speculative_tokens"))
+    if method in ("ngram", "[ngram]", "ngram_gpu"):
+        low, high = (_number(speculative.get(f"prompt_lookup_{end}")) for end in ("min", "max"))
+        if low is not None and high is not None and low > high:
+            yield Violation(
+                21,
+                f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}",
+                "Correct prompt_lookup_min or prompt_lookup_max in speculative.",
+            )
+    elif isinstance(method, str) and method.endswith("mtp"):
+        depth = _number(model.text.get("num_nextn_predict_layers", model.text.get("mtp_num_hidden_layers")))
+        if depth and tokens and tokens > depth and tokens % depth:
+            yield Violation(
+                21,
+                f"num_speculative_tokens:{tokens} must be divisible by n_predict={depth}",
+                f"Set speculative.num_speculative_tokens to a multiple of {depth}.",
+            )
+    elif method not in ("suffix", "dspark") and speculative.get("model") is None:
+        if tokens is not None:
+            yield Violation(
+                21,
+                "num_speculative_tokens was provided but without speculative model.",
+                "Set speculative.model, or speculative.method to mtp or ngram.",
+            )
+    elif tokens is None and method in ("eagle", "eagle3", "draft_model"):
+        yield Violation(
+            21,
+            "A speculative model was provided, but `num_speculative_tokens` was not provided",
+            "Set speculative.num_speculative_tokens.",
+        )
+
+
+def _method(model: Model, engine: Engine) -> Iterator[Violation]:
+    stored = model.quantization.method if model.quantization is not None else ""
+    for name in dict.fromkeys((engine.quantization or "", stored)):
+        gone = _GONE_METHODS.get(name)
+        if gone is None or not engine.at_least(*gone):
+            continue
+        remedy = "Install the plugin vllm-gguf-plugin, or use" if name == "gguf" else "Use"
+        yield Violation(
+            22,
+            f"Unknown quantization method: {name}.",
+            f"{remedy} a checkpoint quantized to FP8, AWQ, GPTQ or with compressed-tensors: {name} is no longer in "
+            "vLLM's core.",
+        )
+
+
+def _connector(engine: Engine, environment: Mapping[str, Any]) -> Iterator[Violation]:
+    transfer = engine.flags.get("kv_transfer_config")
+    allocator = str(environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))[:1000]
+    if not isinstance(transfer, Mapping) or "expandable_segments:True" not in allocator:
+        return
+    if engine.flags.get("enable_cumem_allocator") or engine.flags.get("enable_sleep_mode"):
+        return
+    yield Violation(
+        23,
+        f"KV connector {str(transfer.get('kv_connector'))[:60]} is incompatible with "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True unless enable_cumem_allocator is also enabled.",
+        "Remove expandable_segments:True from environment.PYTORCH_CUDA_ALLOC_CONF.",
+    )
+
+
+def _prefill_context(engine: Engine) -> Iterator[Violation]:
+    size = _number(engine.flags.get("prefill_context_parallel_size")) or 1
+    decode, tensor = engine.layout.decode_context, engine.layout.tensor
+    if size > 1 and decode not in (1, size, tensor * size):
+        yield Violation(
+            11,
+            "When PCP is enabled, DCP must be disabled, span the PCP axis, or span the full TP x PCP axis. "
+            f"Got TP={tensor}, PCP={size}, DCP={decode}; valid DCP sizes are {sorted({1, size, tensor * size})}.",
+            "Set decode-context-parallel-size to 1 in args.",
+        )
+
+
+def _number(value: Any) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 12:
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# What vLLM does by itself
+
+
+def remarks(model: Model, layout: Layout) -> list[str]:
+    """What a layout costs although vLLM takes it."""
+    found = []
+    if model.mla and layout.tensor > 1 and layout.decode_context == 1:
+        # vllm/config/model.py: get_num_kv_heads.
+        found.append(
+            f"latent attention: each of the {layout.tensor} tensor ranks holds the whole KV cache, so that tensor "
+            "parallelism does not make room for more sequences"
+        )
+    elif not model.mla and layout.tensor > model.kv_heads:
+        found.append(
+            f"{model.kv_heads} KV heads on {layout.tensor} tensor ranks: each head is held "
+            f"{layout.tensor // model.kv_heads} times"
+        )
+    quantization = model.quantization
+    if (
+        model.is_moe
+        and quantization is not None
+        and quantization.method in _GROUPED_METHODS
+        and (quantization.bits or 4) < 16
+        and model.hidden % 128
+    ):
+        # marlin_utils.py: check_moe_marlin_supports_config.
+        found.append(f"hidden size {model.hidden} is no multiple of 128: vLLM falls back to slower MoE WNA16 kernels")
+    heads = _vision_heads(model)
+    if heads and heads % layout.tensor:
+        # vllm/model_executor/models/vision.py: is_vit_use_data_parallel.
+        found.append(
+            "The number of vision attention heads is not divisible by the tensor parallel size. Falling back to data "
+            f"parallelism for the vision encoder. ({heads} heads, tensor size {layout.tensor})"
+        )
+    return found
+
+
+def _vision_heads(model: Model) -> int | None:
+    vision = model.config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        return None
+    return next((number for key in ("num_heads", "num_attention_heads") if (number := _number(vision.get(key)))), None)
+
+
+def require_engine(model: Model, engine: Engine, environment: Mapping[str, Any] | None = None) -> None:
+    """Raise with every broken rule of the other flags."""
+    broken = check_engine(model, engine, environment)
+    if broken:
+        keys = {21: "speculative", 22: "model", 23: "environment"}
+        raise PlannerError(
+            " ".join(violation.message for violation in broken),
+            " ".join(dict.fromkeys(violation.remedy for violation in broken)),
+            keys.get(broken[0].rule, "args"),
+        )
 
 
 def require(model: Model, layout: Layout, key: str) -> None:

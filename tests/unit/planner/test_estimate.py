@@ -1,11 +1,14 @@
-"""Memory: a first version, held against what was measured where measurements are at hand."""
+"""Memory: the estimate as a whole. tests/accuracy holds it against measured starts."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import copy
+import dataclasses
+import math
+from typing import Any
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.engine import Engine
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors import (
     PlannerError,
     UnsupportedArchitectureError,
@@ -15,6 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 H200 = {"name": "NVIDIA H200", "memory_total_mib": 143771}
+
+
+def estimate_flags() -> set[str]:
+    """Every flag that decides memory."""
+    names = {item.name for item in dataclasses.fields(Engine)} - {"version", "layout", "flags", "speculative"}
+    sizes = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"}
+    others = {"speculative_config", "pp_layer_partition", "hf_overrides", "enable_lora", "vllm_version"}
+    return names | sizes | others | {"num_gpu_blocks_override", "compilation_config", "limit_mm_per_prompt"}
 
 
 def test_shape(model_config) -> None:
@@ -32,7 +43,7 @@ def test_shape(model_config) -> None:
     }
     assert set(result["ranks"][0]) == {"stage", "weights_gib", "activation_gib", "overhead_gib", "kv_cache_gib"}
     assert result["fits"]
-    assert result["weights_gib"] == pytest.approx(14.96, abs=0.02)
+    assert result["weights_gib"] == pytest.approx(14.99, abs=0.02)
 
 
 def test_embedding_first_and_head_last(model_config) -> None:
@@ -87,21 +98,104 @@ def test_more_memory_never_hurts(model_config, mib, more) -> None:
     assert not small["fits"] or large["fits"]
 
 
-def test_against_measured_starts(shared_facts: Path) -> None:
-    checked = 0
-    for line in (shared_facts / "ground_truth/h200_vllm_0.26.jsonl").read_text("utf-8").splitlines():
-        row = json.loads(line)
-        config = json.loads((shared_facts / f"model_configs/{row['model']}.json").read_text("utf-8"))
-        gpu = {"name": row["gpu"], "memory_total_mib": row["gpu_memory_total_mib"]}
-        try:
-            beside = shared_facts / f"model_configs/{row['model']}.hf_quant_config.json"
-            quantization = json.loads(beside.read_text("utf-8")) if beside.exists() else None
-            result = estimate(config, gpu, row["flags"], quantization)
-        except UnsupportedArchitectureError:
-            continue
-        checked += 1
-        assert result["weights_gib"] == pytest.approx(max(row["weights_gib_per_rank"]), rel=0.01), row["id"]
-        assert result["fits"] == (row["error"] is None), row["id"]
-        if row["kv_cache_tokens"]:
-            assert result["kv_cache_tokens"] == pytest.approx(row["kv_cache_tokens"], rel=0.01), row["id"]
-    assert checked >= 8
+def test_stages_may_sit_on_different_gpus(model_config) -> None:
+    small = {"name": "NVIDIA L40S", "memory_total_mib": 46068}
+    flags = {"pipeline_parallel_size": 2, "max_model_len": 8192, "pp_layer_partition": [24, 8]}
+    mixed = estimate(model_config("dense_8b"), [H200, small], flags)
+    assert (
+        mixed["ranks"][1]["kv_cache_gib"]
+        == estimate(model_config("dense_8b"), small, flags)["ranks"][1]["kv_cache_gib"]
+    )
+    assert (
+        mixed["ranks"][0]["kv_cache_gib"] == estimate(model_config("dense_8b"), H200, flags)["ranks"][0]["kv_cache_gib"]
+    )
+    # The tightest by blocks is at the top, not the one with the least memory.
+    assert mixed["weights_gib"] in [rank["weights_gib"] for rank in mixed["ranks"]]
+    with pytest.raises(PlannerError, match="3 GPUs are given for 2 pipeline stages"):
+        estimate(model_config("dense_8b"), [H200, H200, small], flags)
+
+
+def test_longer_than_the_model(model_config) -> None:
+    result = estimate(model_config("dense_8b"), H200, {"max_model_len": 1_000_000})
+    assert not result["fits"]
+    assert result["error"].startswith("User-specified max_model_len (1000000) is greater than the derived")
+
+
+def test_auto_length_shrinks(model_config) -> None:
+    card = {"name": "NVIDIA L4", "memory_total_mib": 23034}
+    assert not estimate(model_config("dense_8b"), card)["fits"]
+    assert estimate(model_config("dense_8b"), card, {"max_model_len": "auto"})["fits"]
+
+
+def test_old_versions_have_a_wide_margin(model_config) -> None:
+    old = estimate(model_config("dense_8b"), H200, {"vllm_version": "0.11.0"})
+    new = estimate(model_config("dense_8b"), H200, {"vllm_version": "0.26.0"})
+    assert old["margin"] >= 0.15 > new["margin"] > 0
+    assert any("older version" in note for note in old["assumptions"])
+
+
+_SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**30), 10**30),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(max_size=8),
+)
+_JSON = st.recursive(
+    _SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+_NAMES = ["dense_8b", "moe_128_experts", "fp8_block", "awq_group_128", "hybrid_mamba", "multimodal", "linear_rope"]
+
+
+@settings(max_examples=300, deadline=2000)
+@given(st.data())
+def test_any_json_gives_figures_or_the_documented_error(model_config, data) -> None:
+    config: dict[str, Any] = model_config(data.draw(st.sampled_from(_NAMES)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        target: Any = config
+        path = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))
+        for step in path:
+            keys = sorted(target)
+            key = keys[step % len(keys)]
+            if isinstance(target[key], dict) and target[key]:
+                target = target[key]
+            else:
+                break
+        target[key] = data.draw(_JSON)
+    try:
+        result = estimate(
+            copy.deepcopy(config), H200, {"vllm_version": data.draw(st.sampled_from(["0.19.1", "0.33.0"]))}
+        )
+    except PlannerError as error:
+        assert str(error)
+        return
+    for rank in result["ranks"]:
+        assert all(math.isfinite(value) for value in rank.values())
+
+
+@settings(max_examples=100, deadline=2000)
+@given(st.dictionaries(st.sampled_from(sorted(estimate_flags())), _JSON, max_size=3))
+def test_any_flags_give_figures_or_the_documented_error(model_config, flags) -> None:
+    try:
+        result = estimate(model_config("dense_8b"), H200, flags)
+    except PlannerError as error:
+        assert str(error)
+        return
+    assert result["fits"] == (result["error"] is None)
+
+
+@pytest.mark.parametrize(
+    "gpu", [{}, {"name": 3, "memory_total_mib": 1}, {"name": "x"}, [], "H200", {"memory_total_mib": -5}]
+)
+def test_wrong_gpus(model_config, gpu) -> None:
+    with pytest.raises(PlannerError):
+        estimate(model_config("dense_8b"), gpu)
+
+
+def test_speed(model_config, benchmark) -> None:
+    """At most 5 ms for the largest of the fixtures, the median of many rounds."""
+    config = model_config("moe_128_experts")
+    benchmark(estimate, config, H200, {"tensor_parallel_size": 4, "vllm_version": "0.33.0"})
+    assert benchmark.stats.stats.median < 0.005

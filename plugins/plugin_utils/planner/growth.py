@@ -1,0 +1,233 @@
+"""What an instance needs when more sequences are in flight: nodes of the kind it has today, planned again.
+
+Nothing here knows how a plan is made: the planner is asked with more and more copies of the nodes until the sequences
+have room. The unit of capacity is one sequence of the planned context length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .errors import PlannerError
+from .plan import plan
+from .report import FLAGS, engines
+
+Planner = Callable[..., dict[str, Any]]
+
+# Beyond these the question is no longer about an instance of this cluster, and the search must end.
+MAX_NODES = 1024
+MAX_PLANS = 24
+MIN_FACTOR = 1.0
+MAX_FACTOR = 1000.0
+# How often the nodes may double without any gain before the search gives up.
+_PATIENCE = 2
+
+
+class _Search:
+    """Plans for growing numbers of nodes, each made once."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        nodes: Sequence[Mapping[str, Any]],
+        request: Mapping[str, Any],
+        target: int,
+        planner: Planner,
+    ) -> None:
+        self._config = config
+        self._nodes = nodes
+        self._request = request
+        self._target = target
+        self._planner = planner
+        self._known: dict[int, dict[str, Any] | None] = {}
+        self.error = ""
+
+    def plan(self, count: int) -> dict[str, Any] | None:
+        """The plan on the first `count` nodes, or None when the planner refuses."""
+        if count not in self._known:
+            try:
+                self._known[count] = self._planner(self._config, _copies(self._nodes, count), **self._request)
+            except PlannerError as error:
+                self._known[count] = None
+                self.error = str(error)
+        return self._known[count]
+
+    def capacity(self, count: int) -> float:
+        found = self.plan(count)
+        return 0.0 if found is None else capacity(found)
+
+    def holds(self, count: int) -> bool:
+        return self.capacity(count) >= self._target
+
+    def smallest(self, guess: int) -> int | None:
+        """The smallest number of nodes, from today's on, that holds the target.
+
+        Doubles from today's, jumping ahead to `guess` (capacity grows almost in proportion), then halves the interval.
+        """
+        low = len(self._nodes)
+        if self.holds(low):
+            return low
+        high, best, idle = max(low + 1, guess), self.capacity(low), 0
+        while not self.holds(min(high, MAX_NODES)):
+            reached = self.capacity(min(high, MAX_NODES))
+            idle = 0 if reached > best else idle + 1
+            if high >= MAX_NODES or idle >= _PATIENCE or len(self._known) >= MAX_PLANS // 2:
+                return None
+            low, high, best = high, 2 * high, max(best, reached)
+        high = min(high, MAX_NODES)
+        # A good guess is exact or one too many: look there first.
+        probe = high - 1
+        while high - low > 1 and len(self._known) < MAX_PLANS:
+            if self.holds(probe):
+                high = probe
+            else:
+                low = probe
+            probe = (low + high) // 2
+        return high
+
+
+def grow(
+    config: Mapping[str, Any],
+    nodes: Sequence[Mapping[str, Any]],
+    request: Mapping[str, Any],
+    today: Mapping[str, Any],
+    factor: float,
+    *,
+    planner: Planner = plan,
+) -> dict[str, Any]:
+    """What `factor` times as many sequences of the same length need.
+
+    `config`, `nodes` and `request` are what the planner was given, `today` is its answer.
+    """
+    check_factor(factor)
+    answer: dict[str, Any] = {
+        "factor": float(factor),
+        "base": "concurrency" if request.get("concurrency") else "max_concurrency",
+        "context_length": today["max_model_len"],
+        "concurrency": {"today": None, "then": None},
+        "today": _described(today),
+        "then": None,
+        "add": None,
+        "added": [],
+        "changes": [],
+        "note": "",
+        "problem": "",
+    }
+    if not today["estimate"]:
+        return {**answer, "problem": "memory is not estimated for this instance, so growth can't be"}
+    base = int(request.get("concurrency") or math.floor(capacity(today)))
+    target = math.ceil(base * factor)
+    answer["concurrency"] = {"today": base, "then": target}
+    if target < 1:
+        return {**answer, "problem": "the plan of today holds not even one sequence"}
+    asked = {**request, "context_length": today["max_model_len"], "concurrency": target}
+    search = _Search(config, nodes, asked, target, planner)
+    count = search.smallest(math.ceil(len(nodes) * target / max(capacity(today), 1.0)))
+    if count is not None and (found := search.plan(count)) is not None:
+        return {**answer, **_compared(today, found, nodes, count)}
+    return {**answer, **_side_by_side(today, target, nodes, search.error)}
+
+
+def check_factor(factor: float) -> None:
+    """Raise unless the factor can be searched."""
+    known = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not known or not MIN_FACTOR <= factor <= MAX_FACTOR:
+        raise PlannerError(
+            f"plan_growth = {factor!r} is not a factor between {MIN_FACTOR:g} and {MAX_FACTOR:g}.",
+            "Give the factor by which concurrency grows, for example 6.",
+            "plan_growth",
+        )
+
+
+def capacity(found: Mapping[str, Any]) -> float:
+    """Sequences of full length that run at once: room in the KV cache of every engine, and slots of its scheduler."""
+    figures = found["estimate"]
+    if not figures:
+        return 0.0
+    each = float(figures["max_concurrency"] or 0.0)
+    slots = found.get("max_num_seqs")
+    return engines(found) * (each if slots is None else min(each, float(slots)))
+
+
+def _copies(nodes: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The nodes, then copies of them in turn. No host name holds a blank, so the new names are free."""
+    found = list(nodes[:count])
+    for extra in range(count - len(nodes)):
+        node = nodes[extra % len(nodes)]
+        found.append({**node, "name": f"{node['name']} copy {extra // len(nodes) + 1}"})
+    return found
+
+
+def _described(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "nodes": len({node for replica in found["replicas"] for node in replica["nodes"]}),
+        "gpus": sum(len(gpus) for replica in found["replicas"] for gpus in replica["gpus"].values()),
+        "replicas": len(found["replicas"]),
+        "capacity": round(capacity(found), 2),
+    }
+
+
+def _compared(
+    today: Mapping[str, Any], found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], count: int
+) -> dict[str, Any]:
+    new = _copies(nodes, count)[len(nodes) :]
+    changes = [
+        {"flag": flag, "today": today.get(flag), "then": found.get(flag)}
+        for flag in FLAGS
+        if today.get(flag) != found.get(flag)
+    ]
+    return {
+        "then": _described(found),
+        "add": {"nodes": len(new), "gpus": sum(len(node["gpus"]) for node in new)},
+        "added": _kinds(new),
+        "changes": changes,
+    }
+
+
+def _side_by_side(
+    today: Mapping[str, Any], target: int, nodes: Sequence[Mapping[str, Any]], error: str
+) -> dict[str, Any]:
+    """When one instance can't grow by nodes (its objective or its pins hold it): several instances like today's."""
+    now = _described(today)
+    if capacity(today) <= 0:
+        return {"problem": error or "more nodes of this kind do not make room for more sequences"}
+    times = math.ceil(target / capacity(today))
+    if now["nodes"] * times > MAX_NODES:
+        return {"problem": f"more than {MAX_NODES} nodes of this kind would be needed"}
+    used: dict[str, int] = {}
+    for replica in today["replicas"]:
+        for name, gpus in replica["gpus"].items():
+            used[name] = used.get(name, 0) + len(gpus)
+    template = [node for node in nodes if used.get(node["name"])]
+    # Instances that one set of such nodes carries, and sets that stand there already.
+    fit = max(1, min(len(node["gpus"]) // used[node["name"]] for node in template))
+    sets = math.ceil(times / fit)
+    new = max(0, sets - len(nodes) // len(template))
+    return {
+        "then": {
+            "nodes": sets * len(template),
+            "gpus": times * now["gpus"],
+            "replicas": times * now["replicas"],
+            "capacity": round(times * capacity(today), 2),
+        },
+        "add": {"nodes": new * len(template), "gpus": new * sum(len(node["gpus"]) for node in template)},
+        "added": _kinds(template * new),
+        "note": (
+            f"more nodes do not widen this instance (its objective and pinned sizes hold it): run {times} instances "
+            "like today's side by side"
+        ),
+    }
+
+
+def _kinds(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """2 nodes with 8 x NVIDIA H200."""
+    counts: dict[str, int] = {}
+    for node in nodes:
+        gpus: dict[str, int] = {}
+        for gpu in node["gpus"]:
+            gpus[str(gpu["name"])] = gpus.get(str(gpu["name"]), 0) + 1
+        text = ", ".join(f"{count} x {name}" for name, count in gpus.items())
+        counts[text] = counts.get(text, 0) + 1
+    return [f"{count} node{'s' if count > 1 else ''} with {text}" for text, count in counts.items()]

@@ -1,0 +1,654 @@
+"""Turns config.json into the tensors that vLLM creates for it: named groups of linear layers with their shapes.
+
+Each family of models is described as vLLM builds it (vllm/model_executor/models/*.py), with vLLM's names, because
+quantization is decided by name. Sizes are those of the whole model; weights.py splits them over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .errors import ModelConfigError, UnsupportedArchitectureError
+from .mixers import Mixer, architecture_of, mixers
+from .model import Model, text_config
+
+_MAX_SIZE = 1 << 32
+_MODEL_DTYPE = ""
+_FLOAT32 = "float32"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer as vLLM fuses it."""
+
+    name: str
+    inputs: int
+    # Output sizes of the fused parts, in order.
+    outputs: tuple[int, ...]
+    # "column", "row", "replicated", or "qkv": column with KV heads that are replicated when they are too few.
+    split: str
+    # Names in the checkpoint of the fused parts; empty when the layer is not fused.
+    parts: tuple[str, ...] = ()
+    kv_heads: int = 0
+    bias: bool = False
+    # False: vLLM never hands this layer to a quantization method.
+    quantized: bool = True
+    # A bfloat16 copy beside a quantized weight (MLA's absorbed kv_b_proj).
+    absorbed: bool = False
+    lora: bool = True
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of one layer."""
+
+    name: str
+    count: int
+    hidden: int
+    intermediate: int
+    gated: bool = True
+    bias: bool = False
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """An embedding or a language-model head, padded to 64 rows and split by rows."""
+
+    name: str
+    rows: int
+    columns: int
+    head: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A tensor that no quantization touches. `split` tells whether tensor ranks share it."""
+
+    elements: int
+    dtype: str = _MODEL_DTYPE
+    split: bool = False
+
+
+Item = Linear | Experts | Vocabulary | Plain
+Layer = tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """An encoder of images or sound with its projector."""
+
+    items: Layer = ()
+    # Each layer's items, times `depth`.
+    block: Layer = ()
+    depth: int = 0
+    heads: int = 0
+    # Held whole by each tensor rank in any case.
+    replicated: bool = False
+    prefix: str = "visual."
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All tensors of a model, by place."""
+
+    architecture: str
+    # Prefix of the decoder layers' names: "model.layers.".
+    prefix: str
+    layers: tuple[Layer, ...]
+    # Held by the first stage only, by the last one only, and by every stage.
+    first: Layer = ()
+    last: Layer = ()
+    every: Layer = ()
+    embedding: Vocabulary | None = None
+    head: Vocabulary | None = None
+    tied: bool = False
+    towers: tuple[Tower, ...] = ()
+    # The MTP layers inside the checkpoint, loaded only for speculation.
+    mtp: Layer = ()
+    mtp_layers: int = 0
+    # vLLM's names of fused layers and the checkpoint's (packed_modules_mapping).
+    packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Replacements that turn names in the checkpoint into vLLM's (WeightsMapper).
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+class Source:
+    """config.json with checked access."""
+
+    def __init__(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+        self.config = config
+        self.text = text
+        self.hidden = self.size("hidden_size", "n_embd", "d_model", "dim")
+
+    def size(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        return size_of(self.text, names, default, minimum)
+
+    def has(self, name: str) -> bool:
+        return self.text.get(name) is not None
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        for name in names:
+            value = self.text.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, bool):
+                raise ModelConfigError(f"config.json: {name} = {short(value)} is neither true nor false", key=name)
+            return value
+        return default
+
+    def sub(self, name: str) -> Mapping[str, Any]:
+        value = self.text.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise ModelConfigError(f"config.json: {name} = {short(value)} is not an object", key=name)
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        value = self.text.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
+            raise ModelConfigError(f"config.json: {name} = {short(value)} is not a list of integers", key=name)
+        return value
+
+    def number(self, source: Mapping[str, Any], name: str, default: float) -> float:
+        value = source.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9:
+            raise ModelConfigError(f"config.json: {name} = {short(value)} is not a positive number", key=name)
+        return float(value)
+
+    def tied(self, default: bool) -> bool:
+        for source in (self.text, self.config):
+            value = source.get("tie_word_embeddings")
+            if value is not None:
+                if not isinstance(value, bool):
+                    raise ModelConfigError(
+                        f"config.json: tie_word_embeddings = {short(value)} is neither true nor false",
+                        key="tie_word_embeddings",
+                    )
+                return value
+        return default
+
+    @property
+    def intermediate(self) -> int:
+        return self.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.size("vocab_size", "padded_vocab_size")
+
+
+def size_of(text: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, minimum: int = 1) -> int:
+    """The first of these keys that config.json has, as an integer in bounds."""
+    for name in names:
+        value = text.get(name)
+        if value is None:
+            continue
+        if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_SIZE:
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_SIZE:
+            raise ModelConfigError(
+                f"config.json: {name} = {short(value)} is not an integer from {minimum} up", key=name
+            )
+        return value
+    if default is None:
+        raise ModelConfigError(f"config.json has no {names[0]}", key=names[0])
+    return default
+
+
+def short(value: Any) -> str:
+    """A value for an error text, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one family spells a decoder layer."""
+
+    attention: str = "self_attn"
+    output: str = "o_proj"
+    qkv_parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    qkv_name: str = "qkv_proj"
+    # A bias that is always there, or the key that decides and its default.
+    qkv_bias: bool | tuple[str, bool] = False
+    output_bias: bool | tuple[str, bool] = False
+    # "", "head" (one vector of head size for Q and K each), "full" (of all heads), "split" (of the rank's heads).
+    qk_norm: str = ""
+    # Vectors of the hidden size in each layer, and whether each has a bias too.
+    norms: int = 2
+    norm_bias: bool = False
+    final_norm: bool = True
+    mlp: str = "mlp"
+    gated: bool = True
+    up: str = "up_proj"
+    down: str = "down_proj"
+    mlp_bias: bool | tuple[str, bool] = False
+    tied: bool = False
+    rotary: bool = True
+    rotary_dtype: str = _MODEL_DTYPE
+    # Learned positions: the key of their count and what vLLM adds to it.
+    positions: tuple[str, int] | None = None
+    head_bias: bool = False
+    sinks: bool = False
+    # Doubled Q outputs (Qwen3-Next's output gate).
+    gate: bool = False
+    moe: Moe | None = None
+    root: str = "model."
+    layers: str = "layers."
+
+
+@dataclass(frozen=True)
+class Moe:
+    """How one family spells its experts."""
+
+    name: str = "mlp"
+    experts: tuple[str, ...] = ("num_experts",)
+    intermediate: tuple[str, ...] = ("moe_intermediate_size", "intermediate_size")
+    router_dtype: str = _MODEL_DTYPE
+    router_bias: bool = False
+    # float32 vector that corrects the choice of experts; a key that switches it, or always.
+    correction: bool | tuple[str, str] = False
+    shared_name: str = ""
+    # Key of the shared experts' size, or of their number (then times the experts' size).
+    shared_size: tuple[str, ...] = ()
+    shared_count: tuple[str, ...] = ()
+    shared_gate: bool = False
+    bias: bool = False
+    gated: bool = True
+
+
+def build(model: Model) -> Structure:
+    """Describe `model`. Raises UnsupportedArchitectureError where the architecture is not known."""
+    config = model.config
+    text = text_config(config)
+    architecture = architecture_of(config)
+    if not architecture:
+        architecture = _architecture_by_type(config, text)
+    found = _FAMILIES.get(architecture)
+    if found is None:
+        raise UnsupportedArchitectureError(
+            f"the weights of {architecture:.80} are not known to this version.",
+            "Plan it by hand: give parallelism and max_model_len.",
+            "architectures",
+        )
+    return found(Source(config, text), architecture)
+
+
+def _architecture_by_type(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    model_type = config.get("model_type") or text.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedArchitectureError(
+            "config.json names neither architectures nor model_type, so its weights can't be told.",
+            "Use the checkpoint's own config.json.",
+            "architectures",
+        )
+    architecture = _BY_TYPE.get(model_type)
+    if architecture is None:
+        raise UnsupportedArchitectureError(
+            f"config.json has no architectures, and model_type {short(model_type)} does not tell one.",
+            "Use the checkpoint's own config.json.",
+            "architectures",
+        )
+    return architecture
+
+
+# --- Parts of a decoder -------------------------------------------------------------------------------------------
+
+
+def _switch(source: Source, value: bool | tuple[str, bool]) -> bool:
+    return value if isinstance(value, bool) else source.flag(value[0], default=value[1])
+
+
+def _attention(source: Source, style: Style, mixer: Mixer) -> list[Item]:
+    """Grouped-query attention. `vllm/model_executor/layers/linear.py: QKVParallelLinear`."""
+    hidden = source.hidden
+    queries = mixer.heads * mixer.head_dim * (2 if style.gate else 1)
+    keys = mixer.kv_heads * mixer.head_dim
+    values = mixer.kv_heads * mixer.v_head_dim
+    name = f"{style.attention}.{style.qkv_name}"
+    items: list[Item] = [
+        Linear(
+            name,
+            hidden,
+            (queries, keys, values),
+            "qkv",
+            style.qkv_parts,
+            mixer.kv_heads,
+            _switch(source, style.qkv_bias),
+        ),
+        Linear(
+            f"{style.attention}.{style.output}",
+            mixer.heads * mixer.v_head_dim,
+            (hidden,),
+            "row",
+            bias=_switch(source, style.output_bias),
+        ),
+    ]
+    if style.qk_norm == "head":
+        items.append(Plain(2 * mixer.head_dim))
+    elif style.qk_norm in ("full", "split"):
+        items.append(Plain(mixer.heads * mixer.head_dim + keys, split=style.qk_norm == "split"))
+    if style.sinks:
+        items.append(Plain(mixer.heads, split=True))
+    return items
+
+
+def _mlp(
+    source: Source, style: Style, name: str, intermediate: int, *, gated: bool | None = None, hidden: int = 0
+) -> list[Item]:
+    hidden = hidden or source.hidden
+    bias = _switch(source, style.mlp_bias)
+    gated = style.gated if gated is None else gated
+    if gated:
+        up = Linear(
+            f"{name}.gate_up_proj",
+            hidden,
+            (intermediate, intermediate),
+            "column",
+            ("gate_proj", "up_proj"),
+            bias=bias,
+        )
+    else:
+        up = Linear(f"{name}.{style.up}", hidden, (intermediate,), "column", bias=bias)
+    return [up, Linear(f"{name}.{style.down}", intermediate, (hidden,), "row", bias=bias)]
+
+
+def _moe(source: Source, style: Style, moe: Moe) -> list[Item]:
+    experts = source.size(*moe.experts)
+    intermediate = source.size(*moe.intermediate)
+    items: list[Item] = [Plain(experts * source.hidden, moe.router_dtype)]
+    if moe.router_bias:
+        items.append(Plain(experts))
+    correction = moe.correction
+    if correction is True or (isinstance(correction, tuple) and source.text.get(correction[0]) == correction[1]):
+        items.append(Plain(experts, _FLOAT32))
+    items.append(
+        Experts(f"{moe.name}.experts", experts, source.hidden, intermediate, gated=moe.gated, bias=moe.bias)
+    )
+    shared = source.size(*moe.shared_size, default=0, minimum=0) if moe.shared_size else 0
+    if moe.shared_count and not shared:
+        shared = intermediate * source.size(*moe.shared_count, default=0, minimum=0)
+    if shared:
+        items += _mlp(source, style, f"{moe.name}.{moe.shared_name}", shared, gated=moe.gated)
+        if moe.shared_gate:
+            items.append(Plain(source.hidden))
+    return items
+
+
+def _norms(source: Source, style: Style) -> Plain:
+    return Plain(style.norms * source.hidden * (2 if style.norm_bias else 1))
+
+
+def _rope_parameters(source: Source, kind: str = "") -> Mapping[str, Any]:
+    found = source.text.get("rope_parameters")
+    if not isinstance(found, Mapping):
+        found = source.text.get("rope_scaling")
+    if not isinstance(found, Mapping):
+        return {}
+    if kind and isinstance(found.get(kind), Mapping):
+        found = found[kind]
+    return found
+
+
+def _rotary(source: Source, head_dim: int, dtype: str = _MODEL_DTYPE, kind: str = "") -> Plain:
+    """The table of cosines and sines. `vllm/model_executor/layers/rotary_embedding`: rows as each type makes them."""
+    rope = _rope_parameters(source, kind)
+    rows = source.size("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=8192)
+    name = str(rope.get("rope_type", rope.get("type", "default")))
+    factor = source.number(rope, "factor", 1.0)
+    if name in ("yarn", "deepseek_yarn", "deepseek_llama_scaling"):
+        rows = int(size_of(rope, ("original_max_position_embeddings",), rows) * factor)
+    elif name in ("linear", "dynamic"):
+        rows = int(rows * factor)
+    if "mrope_section" in rope:
+        # MRotaryEmbedding keeps four times the positions for the three axes of a picture.
+        rows *= 4
+    partial = source.number(rope, "partial_rotary_factor", 0.0) or source.number(
+        source.text, "partial_rotary_factor", source.number(source.text, "rotary_pct", 1.0)
+    )
+    width = source.size("rotary_dim", default=0, minimum=0) or int(head_dim * min(partial, 1.0))
+    if name == "proportional":
+        width = head_dim
+    # Two factors of rope_type longrope: one table each for short and long texts.
+    if name in ("longrope", "su"):
+        rows += size_of(rope, ("original_max_position_embeddings",), 0, 0) or source.size(
+            "original_max_position_embeddings", default=0, minimum=0
+        )
+    return Plain(rows * width, dtype)
+
+
+def _ends(source: Source, style: Style, structure: Structure) -> Structure:
+    """Adds the embedding, the last norm and the head."""
+    vocabulary = source.vocabulary
+    embedding = Vocabulary(f"{style.root}embed_tokens", vocabulary, source.hidden)
+    first: list[Item] = []
+    if style.positions is not None:
+        key, more = style.positions
+        first.append(Plain((source.size(key) + more) * source.hidden))
+    last: list[Item] = []
+    if style.final_norm:
+        last.append(Plain(source.hidden * (2 if style.norm_bias else 1)))
+    return replace(
+        structure,
+        embedding=embedding,
+        head=Vocabulary("lm_head", vocabulary, source.hidden, head=True, bias=style.head_bias),
+        tied=source.tied(style.tied),
+        first=(*structure.first, *first),
+        last=(*structure.last, *last),
+    )
+
+
+def _fused(layers: tuple[Layer, ...]) -> dict[str, tuple[str, ...]]:
+    return {
+        item.name.rsplit(".", 1)[-1]: item.parts
+        for layer in {id(layer): layer for layer in layers}.values()
+        for item in layer
+        if isinstance(item, Linear) and item.parts
+    }
+
+
+LayerBuilder = Callable[[int, Mixer], tuple[Any, Callable[[], list[Item]]]]
+
+
+def _layers(source: Source, make: LayerBuilder) -> tuple[Layer, ...]:
+    """One tuple a layer; layers of the same kind are built once and are the same object."""
+    built: dict[Any, Layer] = {}
+    result = []
+    for index, mixer in enumerate(mixers(source.config)):
+        kind, builder = make(index, mixer)
+        key = (id(mixer), kind)
+        if key not in built:
+            built[key] = tuple(builder())
+        result.append(built[key])
+    return tuple(result)
+
+
+def _is_sparse(source: Source, index: int) -> bool:
+    """Whether this layer has experts, as the keys of most families say."""
+    if index < source.size("first_k_dense_replace", default=0, minimum=0):
+        return False
+    if index in source.integers("mlp_only_layers"):
+        return False
+    frequency = source.text.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        return index < len(frequency) and bool(frequency[index])
+    step = source.size("decoder_sparse_step", "moe_layer_freq", default=1, minimum=0) or 1
+    if "decoder_sparse_step" in source.text:
+        return (index + 1) % step == 0
+    return index % step == 0
+
+
+def _decoder(source: Source, architecture: str, style: Style) -> Structure:
+    """A decoder whose layers are attention and one MLP or a set of experts."""
+    moe = style.moe
+
+    def make(index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
+        sparse = moe is not None and _is_sparse(source, index)
+
+        def items() -> list[Item]:
+            feed = (
+                _moe(source, style, moe)
+                if sparse and moe is not None
+                else _mlp(source, style, style.mlp, source.intermediate)
+            )
+            return [*_attention(source, style, mixer), *feed, _norms(source, style)]
+
+        return sparse, items
+
+    layers = _layers(source, make)
+    every: list[Item] = []
+    if style.rotary:
+        mixer = mixers(source.config)[0]
+        every.append(_rotary(source, mixer.head_dim, style.rotary_dtype))
+    structure = Structure(
+        architecture, f"{style.root}{style.layers}", layers, every=tuple(every), packed=_fused(layers)
+    )
+    return _ends(source, style, structure)
+
+
+# --- Families -----------------------------------------------------------------------------------------------------
+
+Family = Callable[[Source, str], Structure]
+
+
+def _styled(style: Style) -> Family:
+    return lambda source, architecture: _decoder(source, architecture, style)
+
+
+_LLAMA = Style(
+    qkv_bias=("attention_bias", False), output_bias=("attention_bias", False), mlp_bias=("mlp_bias", False)
+)
+_QWEN2 = Style(qkv_bias=True)
+_QWEN3 = Style(qkv_bias=("attention_bias", False), output_bias=("attention_bias", False), qk_norm="head")
+_GEMMA = Style(tied=True)
+_GPT2 = Style(
+    attention="attn",
+    output="c_proj",
+    qkv_name="c_attn",
+    qkv_parts=(),
+    qkv_bias=True,
+    output_bias=True,
+    norm_bias=True,
+    gated=False,
+    up="c_fc",
+    down="c_proj",
+    mlp_bias=True,
+    tied=True,
+    rotary=False,
+    positions=("n_positions", 0),
+    root="transformer.",
+    layers="h.",
+)
+_QWEN3_MOE = replace(_QWEN3, moe=Moe(shared_size=(), experts=("num_experts",)))
+
+
+def _phi3(source: Source, architecture: str) -> Structure:
+    return _decoder(source, architecture, replace(_LLAMA, qkv_parts=("qkv_proj",)))
+
+
+def _cohere(source: Source, architecture: str) -> Structure:
+    norm = "split" if source.flag("use_qk_norm") else ""
+    return _decoder(source, architecture, replace(_LLAMA, norms=1, tied=True, qk_norm=norm))
+
+
+def _gemma2(source: Source, architecture: str) -> Structure:
+    return _decoder(source, architecture, replace(_GEMMA, norms=4))
+
+
+def _gemma3(source: Source, architecture: str) -> Structure:
+    """Two rotary tables: one for windowed layers, one for the others (models/gemma3.py)."""
+    structure = _decoder(source, architecture, replace(_GEMMA, norms=4, qk_norm="head", rotary=False))
+    head_dim = mixers(source.config)[0].head_dim
+    tables = (_rotary(source, head_dim, kind="full_attention"), _rotary(source, head_dim, kind="sliding_attention"))
+    return replace(structure, every=tables)
+
+
+def _gpt_oss(source: Source, architecture: str) -> Structure:
+    """`vllm/model_executor/models/gpt_oss.py`: biases everywhere, attention sinks, a float32 rotary table."""
+    style = Style(
+        attention="attn",
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+        rotary_dtype=_FLOAT32,
+        moe=Moe(
+            experts=("num_local_experts",), intermediate=("intermediate_size",), router_bias=True, bias=True
+        ),
+    )
+    return _decoder(source, architecture, style)
+
+
+def _minimax_m2(source: Source, architecture: str) -> Structure:
+    style = Style(
+        qk_norm="split",
+        moe=Moe(
+            name="block_sparse_moe",
+            experts=("num_local_experts",),
+            intermediate=("intermediate_size",),
+            router_dtype=_FLOAT32,
+            correction=True,
+        ),
+    )
+    return _decoder(source, architecture, style)
+
+
+_FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(
+        (
+            "LlamaForCausalLM",
+            "LLaMAForCausalLM",
+            "MistralForCausalLM",
+            "InternLM2ForCausalLM",
+            "InternLM3ForCausalLM",
+            "InternLMForCausalLM",
+            "AquilaForCausalLM",
+            "XverseForCausalLM",
+            "SolarForCausalLM",
+            "CwmForCausalLM",
+            "SmolLM3ForCausalLM",
+            "GraniteForCausalLM",
+            "ExaoneForCausalLM",
+            "TeleChatForCausalLM",
+        ),
+        _styled(_LLAMA),
+    ),
+    "Qwen2ForCausalLM": _styled(_QWEN2),
+    "MiMoForCausalLM": _styled(_QWEN2),
+    "Qwen3ForCausalLM": _styled(_QWEN3),
+    "Qwen3MoeForCausalLM": _styled(_QWEN3_MOE),
+    "Qwen2MoeForCausalLM": _styled(
+        replace(
+            _QWEN2,
+            moe=Moe(shared_name="shared_expert", shared_size=("shared_expert_intermediate_size",), shared_gate=True),
+        )
+    ),
+    "GemmaForCausalLM": _styled(_GEMMA),
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Phi3ForCausalLM": _phi3,
+    "CohereForCausalLM": _cohere,
+    "Cohere2ForCausalLM": _cohere,
+    "GPT2LMHeadModel": _styled(_GPT2),
+    "GptOssForCausalLM": _gpt_oss,
+    "MixtralForCausalLM": _styled(
+        replace(
+            _LLAMA,
+            moe=Moe(name="block_sparse_moe", experts=("num_local_experts",), intermediate=("intermediate_size",)),
+        )
+    ),
+    "MiniMaxM2ForCausalLM": _minimax_m2,
+    "Olmo2ForCausalLM": _styled(replace(_LLAMA, qk_norm="split")),
+    "Olmo3ForCausalLM": _styled(replace(_LLAMA, qk_norm="split")),
+}
+_BY_TYPE: dict[str, str] = {}

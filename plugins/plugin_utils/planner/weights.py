@@ -1,0 +1,202 @@
+"""What each rank holds once the model is loaded: the figure of vLLM's line "Model loading took X GiB memory"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import gcd
+
+from .engine import Card, Engine
+from .errors import PlannerError
+from .model import Model
+from .quantization import BYTES, NONE, Quantizer, capability, experts_bytes, linear_bytes, quantizer
+from .rules import split_layers
+from .structure import Experts, Item, Layer, Linear, Plain, Structure, Vocabulary, build, short
+
+_VOCABULARY_PADDING = 64
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """What the fullest rank of one pipeline stage holds after loading."""
+
+    stage: int
+    layers: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How tensors are spread and how wide they are."""
+
+    tensor: int
+    # Ranks that share one expert's width, and ranks that share the experts.
+    expert_tensor: int
+    expert_ranks: int
+    redundant: int
+    width: int
+    chip: int
+    loras: int = 0
+    rank: int = 0
+
+
+def stage_weights(
+    model: Model, engine: Engine, draft: Model | None = None, card: Card | None = None
+) -> list[StageWeights]:
+    """Bytes a rank of each pipeline stage holds, the drafter's and the adapters' slots included.
+
+    vllm/v1/worker/gpu_model_runner.py: load_model. `card` decides the kernels that repack quantized weights.
+    """
+    structure = build(model)
+    split = _split(model, engine, card)
+    totals, layers = _stages(structure, quantizer(model, structure, engine), split, engine)
+    extra = _drafter(model, structure, engine, draft, card)
+    if extra:
+        totals[-1] += extra
+    return [StageWeights(stage, count, total) for stage, (count, total) in enumerate(zip(layers, totals, strict=True))]
+
+
+def dtype_bytes(model: Model, engine: Engine) -> int:
+    """Bytes of one unquantized weight. `--dtype auto` turns float32 into 16 bits (vllm/config/model.py)."""
+    if engine.dtype == "auto":
+        return 2
+    width = BYTES.get(engine.dtype)
+    if width is None:
+        raise PlannerError(
+            f"dtype = {short(engine.dtype)} is unknown.", f"Known: auto, {', '.join(sorted(BYTES))}.", "dtype"
+        )
+    return width
+
+
+def _split(model: Model, engine: Engine, card: Card | None) -> _Split:
+    layout = engine.layout
+    flat = layout.tensor * layout.data
+    redundant = 0
+    eplb = engine.flags.get("eplb_config")
+    if isinstance(eplb, dict) and engine.flags.get("enable_eplb") is True:
+        value = eplb.get("num_redundant_experts")
+        redundant = value if isinstance(value, int) and 0 <= value < 1 << 20 else 0
+    return _Split(
+        tensor=layout.tensor,
+        expert_tensor=1 if layout.expert else flat,
+        expert_ranks=flat if layout.expert else 1,
+        redundant=redundant,
+        width=dtype_bytes(model, engine),
+        chip=capability(card),
+        loras=engine.max_loras,
+        rank=engine.max_lora_rank,
+    )
+
+
+def _stages(
+    structure: Structure, rules: Quantizer, split: _Split, engine: Engine
+) -> tuple[list[float], list[int]]:
+    stages = engine.layout.pipeline
+    counts = split_layers(len(structure.layers), stages, engine.layout.layer_partition)
+    cache: dict[object, float] = {}
+    costs = []
+    for index, layer in enumerate(structure.layers):
+        key = (id(layer), rules.signature(index))
+        if key not in cache:
+            cache[key] = _layer_bytes(layer, f"{structure.prefix}{index}.", rules, split)
+        costs.append(cache[key])
+    totals = []
+    start = 0
+    for count in counts:
+        totals.append(sum(costs[start : start + count]) + _items(structure.every, "", rules, split))
+        start += count
+    embedding, head = structure.embedding, structure.head
+    table = _vocabulary_bytes(embedding, rules, split) if embedding is not None else 0.0
+    totals[0] += table + _items(structure.first, "", rules, split)
+    totals[-1] += _items(structure.last, "", rules, split)
+    if head is not None and not structure.tied:
+        totals[-1] += _vocabulary_bytes(head, rules, split)
+    elif stages > 1 and structure.tied:
+        # A tied head needs the table on the last stage too.
+        totals[-1] += table
+    towers = 0.0 if engine.language_model_only else sum(_tower_bytes(structure, rules, split, engine))
+    return [total + towers for total in totals], counts
+
+
+def _tower_bytes(structure: Structure, rules: Quantizer, split: _Split, engine: Engine) -> Iterable[float]:
+    data = engine.flags.get("mm_encoder_tp_mode") == "data"
+    for tower in structure.towers:
+        whole = data or tower.replicated or (tower.heads > 0 and tower.heads % split.tensor != 0)
+        own = _Split(1 if whole else split.tensor, 1, 1, 0, split.width, split.chip)
+        yield _items(tower.items, tower.prefix, rules, own) + tower.depth * _items(
+            tower.block, f"{tower.prefix}blocks.0.", rules, own
+        )
+
+
+def _layer_bytes(layer: Layer, prefix: str, rules: Quantizer, split: _Split) -> float:
+    return _items(layer, prefix, rules, split)
+
+
+def _items(items: Iterable[Item], prefix: str, rules: Quantizer, split: _Split) -> float:
+    total = 0.0
+    for item in items:
+        if isinstance(item, Linear):
+            total += _linear_item(item, prefix, rules, split)
+        elif isinstance(item, Experts):
+            total += _experts_item(item, prefix, rules, split)
+        elif isinstance(item, Plain):
+            width = BYTES.get(item.dtype, split.width)
+            total += -(-item.elements // split.tensor if item.split else -item.elements) * width
+        else:
+            total += _vocabulary_bytes(item, rules, split)
+    return total
+
+
+def shape(item: Linear, tensor: int) -> tuple[int, list[int]]:
+    """Inputs and output parts of one rank's share."""
+    if item.split == "replicated" or tensor == 1:
+        return item.inputs, list(item.outputs)
+    if item.split == "row":
+        return -(-item.inputs // tensor), list(item.outputs)
+    if item.split == "column":
+        return item.inputs, [-(-part // tensor) for part in item.outputs]
+    queries, *rest = item.outputs
+    # KV heads that are fewer than the ranks are replicated.
+    shares = min(tensor, item.kv_heads) if item.kv_heads else tensor
+    return item.inputs, [-(-queries // tensor), *(-(-part // shares) for part in rest)]
+
+
+def _linear_item(item: Linear, prefix: str, rules: Quantizer, split: _Split) -> float:
+    inputs, outputs = shape(item, split.tensor)
+    scheme = rules.linear(prefix, item)
+    total = linear_bytes(scheme, inputs, outputs, split.width, split.chip)
+    if item.bias:
+        total += sum(outputs) * split.width
+    if item.absorbed and scheme is not NONE:
+        # The absorbed projections are views of an unquantized weight and 16-bit copies of a quantized one.
+        total += inputs * sum(outputs) * split.width
+    if split.loras and item.lora:
+        slots = split.loras * split.rank * split.width
+        total += slots * (len(outputs) * inputs + sum(outputs))
+    return total
+
+
+def _experts_item(item: Experts, prefix: str, rules: Quantizer, split: _Split) -> float:
+    count = -(-(item.count + split.redundant) // split.expert_ranks)
+    intermediate = -(-item.intermediate // split.expert_tensor)
+    total = experts_bytes(rules.experts(prefix, item), item, count, intermediate, split.width, split.chip)
+    if split.loras:
+        parts = 2 if item.gated else 1
+        total += split.loras * split.rank * split.width * count * (parts + 1) * (item.hidden + intermediate)
+    return total
+
+
+def _vocabulary_bytes(item: Vocabulary, rules: Quantizer, split: _Split) -> float:
+    padding = _VOCABULARY_PADDING
+    if padding % split.tensor:
+        padding = padding * split.tensor // gcd(padding, split.tensor)
+    rows = -(-item.rows // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+    rows = -(-rows // split.tensor)
+    scheme = rules.vocabulary(item.name) if item.head else NONE
+    total = linear_bytes(scheme, item.columns, [rows], split.width, split.chip)
+    return total + (rows * split.width if item.bias else 0)
+
+
+def _drafter(model: Model, structure: Structure, engine: Engine, draft: Model | None, card: Card | None) -> float:
+    """Bytes of the drafter on the ranks of the last stage."""
+    return 0.0
