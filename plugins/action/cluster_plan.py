@@ -1,10 +1,12 @@
 """Action `ironrack.vllm.cluster_plan`: checks the inventory and plans the cluster, on the controller alone.
 
-Only collects what Ansible knows and hands it to the pure code in plugin_utils. Opens no connection.
+Only collects what Ansible knows and hands it to the pure code in plugin_utils, and with `show` prints what that says.
+Opens no connection.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +16,9 @@ import yaml
 from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.release import __version__ as core_version
+from ansible.utils.display import Display
 
+display = Display()
 COLLECTION = Path(__file__).resolve().parents[2]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _REGISTERED = "ironrack_plan"
@@ -35,30 +39,93 @@ class ActionModule(ActionBase):
         # Imported late, since an old Python can't read it.
         from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import cluster, validate  # noqa: PLC0415
 
-        _, arguments = self.validate_argument_spec({"require_addresses": {"type": "bool", "default": True}})
+        _, arguments = self.validate_argument_spec(
+            {
+                "require_addresses": {"type": "bool", "default": True},
+                "show": {"type": "bool", "default": False},
+            }
+        )
         task_vars = task_vars or {}
         collected = Collected(task_vars, self._templar, _role_options())
-        options = {"require_addresses": arguments["require_addresses"]}
+        asked, problems = self._switches(task_vars, collected)
+        options: dict[str, Any] = {"require_addresses": arguments["require_addresses"]}
+        if arguments["show"] and asked.growth is not None:
+            # Only the plan that is shown answers this question; the plan that roles read stays as it is.
+            options["growth"] = asked.growth
         inputs = cluster.digest([collected.inputs(), options, _code_digest()])
         known = task_vars.get(_REGISTERED)
-        if isinstance(known, Mapping) and known.get("inputs") == inputs:
+        if isinstance(known, Mapping) and known.get("inputs") == inputs and not problems:
             # Planned earlier in this run, or in an earlier run from the very same inputs.
-            return self._success(result, collected.plain(known))
+            plan = collected.plain(known)
+        else:
+            checked = validate.validate(collected.values, collected.roles, collected.extra, collected.names)
+            plan, found = cluster.build(
+                checked.values, collected.groups, collected.load_config, collected.facts, **options
+            )
+            problems = [*collected.problems, *problems, *checked.problems, *found]
+            if problems:
+                return {**result, "failed": True, "msg": validate.render(problems)}
+            plan["inputs"] = inputs
+        return {**result, **self._show(plan, asked)} if arguments["show"] else self._success(result, plan)
 
-        checked = validate.validate(collected.values, collected.roles, collected.extra, collected.names)
-        problems = [*collected.problems, *checked.problems]
-        plan, found = cluster.build(
-            checked.values,
-            collected.groups,
-            collected.load_config,
-            collected.facts,
-            require_addresses=arguments["require_addresses"],
+    def _switches(self, task_vars: Mapping[str, Any], collected: Collected) -> tuple[Any, list[Any]]:
+        """The switches of this run as they were given with -e."""
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import (  # noqa: PLC0415
+            contract,
+            switches,
+            validate,
         )
-        problems += found
-        if problems:
-            return {**result, "failed": True, "msg": validate.render(problems)}
-        plan["inputs"] = inputs
-        return self._success(result, plan)
+
+        values: dict[str, Any] = {}
+        problems = []
+        for name in contract.SWITCHES:
+            if name not in collected.extra:
+                continue
+            try:
+                values[name] = collected.plain(self._templar.template(task_vars.get(name)))
+            except AnsibleError as error:
+                problems.append(
+                    validate.Problem(
+                        "", name, "(a template)", f"can't be evaluated: {error.message}", "give a plain value"
+                    )
+                )
+        asked, found = switches.read(values, collected.inventory_dir, Path.cwd())
+        return asked, problems + found
+
+    def _show(self, plan: Mapping[str, Any], asked: Any) -> dict[str, Any]:
+        """The plan in the form that was asked for: `msg` is for the terminal."""
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import switches  # noqa: PLC0415
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner import html, report  # noqa: PLC0415
+
+        document = report.document(plan, plan.get("growth"))
+        shown: dict[str, Any] = {"changed": False, "document": document}
+        text = report.render_text(document)
+        if asked.format == "json":
+            # One line, so that it can be told from the lines of Ansible; the file is for reading, too.
+            display.display(json.dumps(document, allow_nan=False))
+            shown["msg"] = "The plan is the line above that begins with a brace."
+            text = json.dumps(document, allow_nan=False, indent=2)
+        elif asked.format == "html":
+            shown["msg"] = ""
+            text = html.render_html(document)
+        else:
+            shown["msg"] = text
+        if asked.file is None:
+            return shown
+        shown["path"] = str(asked.file)
+        written = f"Plan as {asked.format}: {asked.file}"
+        if self._task.check_mode:
+            written += " (not written in check mode)"
+        else:
+            try:
+                shown["changed"] = switches.write(asked.file, text if text.endswith("\n") else f"{text}\n")
+            except OSError as error:
+                raise AnsibleActionFail(
+                    f"plan_file = {asked.file}: can't be written: {error.strerror or error}\n"
+                    "   -> give a file in a folder that you may write to"
+                ) from error
+        shown["msg"] = "\n\n".join(filter(None, (shown["msg"], written)))
+        return shown
 
     @staticmethod
     def _success(result: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +161,7 @@ class Collected:
         self._plain_cache: dict[int, tuple[Any, Any, bool]] = {}
         self._configs: dict[str, tuple[Any, Any]] = {}
         inventory_dir = task_vars.get("inventory_dir")
-        self._inventory_dir = Path(str(inventory_dir)) if inventory_dir else None
+        self.inventory_dir = Path(str(inventory_dir)) if inventory_dir else None
         groups = self.plain(task_vars.get("groups", {}))
         self.groups = {name: members for name, members in groups.items() if name not in ("all", "ungrouped")}
         hostvars = task_vars["hostvars"]
@@ -148,7 +215,7 @@ class Collected:
     def load_config(self, variable: str, model: Mapping[str, Any]) -> tuple[Any, Any]:
         """The model's config.json, read once."""
         if variable not in self._configs:
-            self._configs[variable] = self._model_files.find_config(variable, model, self._inventory_dir)
+            self._configs[variable] = self._model_files.find_config(variable, model, self.inventory_dir)
         return self._configs[variable]
 
     @staticmethod

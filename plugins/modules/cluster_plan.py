@@ -24,10 +24,17 @@ options:
         must have cached facts. With V(false) its address is null in the plan, and a warning says so.
     type: bool
     default: true
+  show:
+    description:
+      - Returns the plan for people instead of the plan for roles, in the form of the switches C(plan_format) (V(text),
+        V(json) or V(html)), C(plan_growth) and C(plan_file), which come with C(-e).
+      - With V(json) the document is also printed as one line.
+    type: bool
+    default: false
 attributes:
   check_mode:
     support: full
-    description: Nothing is ever changed.
+    description: Nothing is changed but C(plan_file), which check mode leaves alone.
 notes:
   - Use it under C(run_once); the fact is then set on all hosts of the play.
 """
@@ -38,9 +45,10 @@ EXAMPLES = r"""
   run_once: true
   register: ironrack_plan
 
-- name: Show the plan
-  ansible.builtin.debug:
-    msg: "{{ ironrack_plan.report }}"
+- name: Bring the plan into the form that is asked for with -e plan_format
+  ironrack.vllm.cluster_plan:
+    show: true
+  register: plan_shown
   run_once: true
 """
 
@@ -49,10 +57,22 @@ instances:
   description:
     - What each instance runs, and where.
     - Every key of the plan is a key of the result, which roles expect registered as C(ironrack_plan).
-  returned: success
+  returned: success, unless O(show)
   type: dict
 report:
   description: The plan as text.
-  returned: success
+  returned: success, unless O(show)
+  type: str
+document:
+  description: The plan as one machine-readable value.
+  returned: success with O(show)
+  type: dict
+path:
+  description: The file that the plan was written to.
+  returned: when one was asked for, or with C(plan_format=html)
+  type: str
+msg:
+  description: What the terminal shows, the plan as text or where it was written.
+  returned: success with O(show)
   type: str
 """

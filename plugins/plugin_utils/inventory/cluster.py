@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..planner.errors import PlannerError
+from ..planner.growth import grow
 from ..planner.plan import natural_key, plan
 from ..planner.report import render_report
 from ..planner.serve_args import serve_args, versions
@@ -72,6 +73,9 @@ class Engine:
     nodes: list[str]
     config: dict[str, Any] | None = None
     plan: dict[str, Any] = field(default_factory=dict)
+    # What the planner was given.
+    offered: list[dict[str, Any]] = field(default_factory=list)
+    request: dict[str, Any] = field(default_factory=dict)
 
     @property
     def variable(self) -> str:
@@ -138,12 +142,15 @@ class Builder:
         load_config: ConfigLoader,
         facts: Mapping[str, Facts] | None = None,
         require_addresses: bool = True,
+        *,
+        growth: float | None = None,
     ) -> None:
         self.values = values
         self.groups = {name: list(members) for name, members in groups.items()}
         self.load_config = load_config
         self.facts = facts or {}
         self.require_addresses = require_addresses
+        self.growth = growth
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
 
@@ -306,22 +313,22 @@ class Builder:
                     {**gpu, "index": index} for index, gpu in enumerate(gpus[host]) if index not in taken.get(host, {})
                 ]
                 nodes.append({"name": host, "gpus": free, "inter_node": self._fabric(host)})
+            engine.offered = nodes
+            engine.request = {
+                "objective": engine.spec.get("objective"),
+                "context_length": engine.spec.get("context_length"),
+                "concurrency": engine.spec.get("concurrency"),
+                "parallelism": pins,
+                "executor": engine.spec.get("executor"),
+                "disaggregation": engine.spec.get("disaggregation"),
+                "speculative": engine.spec.get("speculative"),
+                "args": _plan_args(engine.spec.get("args") or {}, variant),
+                "environment": engine.spec.get("environment") or {},
+                "variant": variant,
+                "vllm_version": version,
+            }
             try:
-                engine.plan = plan(
-                    engine.config,
-                    nodes,
-                    objective=engine.spec.get("objective"),
-                    context_length=engine.spec.get("context_length"),
-                    concurrency=engine.spec.get("concurrency"),
-                    parallelism=pins,
-                    executor=engine.spec.get("executor"),
-                    disaggregation=engine.spec.get("disaggregation"),
-                    speculative=engine.spec.get("speculative"),
-                    args=_plan_args(engine.spec.get("args") or {}, variant),
-                    environment=engine.spec.get("environment") or {},
-                    variant=variant,
-                    vllm_version=version,
-                )
+                engine.plan = plan(engine.config, nodes, **engine.request)
             except PlannerError as error:
                 self.problems.append(self._planner_problem(engine, error, taken))
                 continue
@@ -358,8 +365,8 @@ class Builder:
             found[host] = _canonical(address)
             if found[host] or host not in reasons or address:
                 continue
-            if interface and not self.require_addresses:
-                self.warnings.append(f"{host}: the address of {interface} is not known before its facts are gathered")
+            if not self.require_addresses:
+                self.warnings.append(f"{host}: cluster_address is not known yet; the name stands for it in this plan")
                 continue
             advice = (
                 "set cluster_address to the IP address of this interface, or gather the host's facts first"
@@ -377,6 +384,9 @@ class Builder:
                 )
             )
         self._check_families(found)
+        if not self.require_addresses:
+            # Only to be looked at: a deployment asks for the addresses.
+            found.update({host: host for host in reasons if found.get(host) is None})
         return found
 
     def _check_families(self, addresses: Mapping[str, str | None]) -> None:
@@ -642,7 +652,14 @@ class Builder:
             "warnings": list(dict.fromkeys(self.warnings)),
         }
         result["report"] = render_report(result)
-        return {"digest": digest(result), **result}
+        result = {"digest": digest(result), **result}
+        if self.growth is not None:
+            # A question beside the plan, so no part of what its digest names.
+            result["growth"] = {
+                engine.name: grow(engine.config or {}, engine.offered, engine.request, engine.plan, self.growth)
+                for engine in engines
+            }
+        return result
 
     def facts_gpus(self, host: str) -> list[dict[str, Any]]:
         return list(self.facts.get(host, Facts()).gpus)
@@ -656,10 +673,10 @@ class Builder:
         version: str,
     ) -> dict[str, Any]:
         spec = engine.spec
-        path = model_path(spec["model"], SITE["state_dir"])
+        path = str(model_path(spec["model"], SITE["state_dir"]))
         if not spec["model"].get("path") and not spec["model"].get("revision"):
             self.warnings.append(f"{engine.name}: model.revision is not pinned; main may change under you")
-        replicas = []
+        replicas: list[dict[str, Any]] = []
         for replica in engine.replicas:
             url = f"http://{_endpoint(addresses[replica.api] or '127.0.0.1', engine.port + replica.offset)}"
             role = "ray" if engine.executor == "ray" else "headless"
@@ -764,9 +781,11 @@ def build(
     load_config: ConfigLoader,
     facts: Mapping[str, Facts] | None = None,
     require_addresses: bool = True,
+    *,
+    growth: float | None = None,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The plan of the cluster, or the problems that prevent it."""
-    builder = Builder(values, groups, load_config, facts, require_addresses)
+    """The plan of the cluster, or the problems that prevent it; `growth` asks what that many times the load needs."""
+    builder = Builder(values, groups, load_config, facts, require_addresses, growth=growth)
     result = builder.build()
     return result, list(dict.fromkeys(builder.problems))
 

@@ -32,12 +32,15 @@ class _Search:
         self,
         config: Mapping[str, Any],
         nodes: Sequence[Mapping[str, Any]],
+        template: Sequence[Mapping[str, Any]],
         request: Mapping[str, Any],
         target: int,
+        *,
         planner: Planner,
     ) -> None:
         self._config = config
         self._nodes = nodes
+        self._template = template
         self._request = request
         self._target = target
         self._planner = planner
@@ -45,14 +48,24 @@ class _Search:
         self.error = ""
 
     def plan(self, count: int) -> dict[str, Any] | None:
-        """The plan on the first `count` nodes, or None when the planner refuses."""
+        """The plan on `count` nodes, or None when the planner refuses."""
         if count not in self._known:
             try:
-                self._known[count] = self._planner(self._config, _copies(self._nodes, count), **self._request)
+                self._known[count] = self._planner(self._config, [*self._nodes, *self.new(count)], **self._request)
             except PlannerError as error:
                 self._known[count] = None
                 self.error = str(error)
         return self._known[count]
+
+    def new(self, count: int) -> list[Mapping[str, Any]]:
+        """What stands beside today's nodes: copies of those in use, in turn. No host name holds a blank, so the names
+        are free.
+        """
+        found: list[Mapping[str, Any]] = []
+        for extra in range(count - len(self._nodes)):
+            node = self._template[extra % len(self._template)]
+            found.append({**node, "name": f"{node['name']} copy {extra // len(self._template) + 1}"})
+        return found
 
     def capacity(self, count: int) -> float:
         found = self.plan(count)
@@ -117,17 +130,19 @@ def grow(
     }
     if not today["estimate"]:
         return {**answer, "problem": "memory is not estimated for this instance, so growth can't be"}
-    base = int(request.get("concurrency") or math.floor(capacity(today)))
+    base = int(request.get("concurrency") or math.floor(room(today)))
     target = math.ceil(base * factor)
     answer["concurrency"] = {"today": base, "then": target}
     if target < 1:
         return {**answer, "problem": "the plan of today holds not even one sequence"}
     asked = {**request, "context_length": today["max_model_len"], "concurrency": target}
-    search = _Search(config, nodes, asked, target, planner)
-    count = search.smallest(math.ceil(len(nodes) * target / max(capacity(today), 1.0)))
+    used = _used(today)
+    template = [node for node in nodes if node["name"] in used]
+    search = _Search(config, nodes, template, asked, target, planner=planner)
+    count = search.smallest(len(nodes) + math.ceil(len(template) * (target / max(room(today), 1.0) - 1)))
     if count is not None and (found := search.plan(count)) is not None:
-        return {**answer, **_compared(today, found, nodes, count)}
-    return {**answer, **_side_by_side(today, target, nodes, search.error)}
+        return {**answer, **_compared(today, found, search.new(count))}
+    return {**answer, **_side_by_side(today, target, nodes, template, search.error)}
 
 
 def check_factor(factor: float) -> None:
@@ -141,38 +156,38 @@ def check_factor(factor: float) -> None:
         )
 
 
-def capacity(found: Mapping[str, Any]) -> float:
-    """Sequences of full length that run at once: room in the KV cache of every engine, and slots of its scheduler."""
+def room(found: Mapping[str, Any]) -> float:
+    """Sequences of full length that the KV caches of all engines hold."""
     figures = found["estimate"]
-    if not figures:
-        return 0.0
-    each = float(figures["max_concurrency"] or 0.0)
+    return engines(found) * float(figures["max_concurrency"] or 0.0) if figures else 0.0
+
+
+def capacity(found: Mapping[str, Any]) -> float:
+    """Sequences of full length that run at once: they need room, and slots of the schedulers."""
     slots = found.get("max_num_seqs")
-    return engines(found) * (each if slots is None else min(each, float(slots)))
+    return room(found) if slots is None else min(room(found), engines(found) * float(slots))
 
 
-def _copies(nodes: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """The nodes, then copies of them in turn. No host name holds a blank, so the new names are free."""
-    found = list(nodes[:count])
-    for extra in range(count - len(nodes)):
-        node = nodes[extra % len(nodes)]
-        found.append({**node, "name": f"{node['name']} copy {extra // len(nodes) + 1}"})
-    return found
+def _used(found: Mapping[str, Any]) -> dict[str, int]:
+    """GPUs in use on each node."""
+    used: dict[str, int] = {}
+    for replica in found["replicas"]:
+        for name, gpus in replica["gpus"].items():
+            used[name] = used.get(name, 0) + len(gpus)
+    return used
 
 
 def _described(found: Mapping[str, Any]) -> dict[str, Any]:
+    used = _used(found)
     return {
-        "nodes": len({node for replica in found["replicas"] for node in replica["nodes"]}),
-        "gpus": sum(len(gpus) for replica in found["replicas"] for gpus in replica["gpus"].values()),
+        "nodes": len(used),
+        "gpus": sum(used.values()),
         "replicas": len(found["replicas"]),
-        "capacity": round(capacity(found), 2),
+        "capacity": round(room(found), 2),
     }
 
 
-def _compared(
-    today: Mapping[str, Any], found: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], count: int
-) -> dict[str, Any]:
-    new = _copies(nodes, count)[len(nodes) :]
+def _compared(today: Mapping[str, Any], found: Mapping[str, Any], new: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     changes = [
         {"flag": flag, "today": today.get(flag), "then": found.get(flag)}
         for flag in FLAGS
@@ -187,20 +202,20 @@ def _compared(
 
 
 def _side_by_side(
-    today: Mapping[str, Any], target: int, nodes: Sequence[Mapping[str, Any]], error: str
+    today: Mapping[str, Any],
+    target: int,
+    nodes: Sequence[Mapping[str, Any]],
+    template: list[Mapping[str, Any]],
+    error: str,
 ) -> dict[str, Any]:
     """When one instance can't grow by nodes (its objective or its pins hold it): several instances like today's."""
     now = _described(today)
-    if capacity(today) <= 0:
+    if room(today) < 1:
         return {"problem": error or "more nodes of this kind do not make room for more sequences"}
-    times = math.ceil(target / capacity(today))
+    times = math.ceil(target / room(today))
     if now["nodes"] * times > MAX_NODES:
         return {"problem": f"more than {MAX_NODES} nodes of this kind would be needed"}
-    used: dict[str, int] = {}
-    for replica in today["replicas"]:
-        for name, gpus in replica["gpus"].items():
-            used[name] = used.get(name, 0) + len(gpus)
-    template = [node for node in nodes if used.get(node["name"])]
+    used = _used(today)
     # Instances that one set of such nodes carries, and sets that stand there already.
     fit = max(1, min(len(node["gpus"]) // used[node["name"]] for node in template))
     sets = math.ceil(times / fit)
@@ -210,7 +225,7 @@ def _side_by_side(
             "nodes": sets * len(template),
             "gpus": times * now["gpus"],
             "replicas": times * now["replicas"],
-            "capacity": round(times * capacity(today), 2),
+            "capacity": round(times * room(today), 2),
         },
         "add": {"nodes": new * len(template), "gpus": new * sum(len(node["gpus"]) for node in template)},
         "added": _kinds(template * new),

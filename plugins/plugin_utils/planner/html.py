@@ -201,15 +201,13 @@ def _placement(instance: Mapping[str, Any]) -> str:
     for index, replica in enumerate(replicas[:DRAWN_REPLICAS]):
         for node in replica["nodes"]:
             ranks = [rank for rank in replica["ranks"] if rank["node"] == node]
-            rows.append(
-                f"<tr><td>{index}</td><td>{_text(replica['url'])}</td><td>{_text(node)}</td><td>{_text(place_text(ranks, instance['flags']))}</td>"
-                f"<td>{_text(kinds_text(ranks))}</td></tr>"
-            )
+            cells = (index, replica["url"], node, place_text(ranks, instance["flags"]), kinds_text(ranks))
+            rows.append(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in cells)}</tr>")
+    head = "".join(f"<th>{title}</th>" for title in ("replica", "URL", "node", "place", "GPUs"))
     more = len(replicas) - DRAWN_REPLICAS
     note = f"<p class='soft'>and {more} more replicas</p>" if more > 0 else ""
     return (
-        "<div class='scroll'><table><thead><tr><th>replica</th><th>URL</th><th>node</th><th>place</th><th>GPUs</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>{note}"
+        f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{note}"
     )
 
 

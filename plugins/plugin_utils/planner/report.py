@@ -358,10 +358,10 @@ def capacity_text(instance: Mapping[str, Any]) -> Iterator[str]:
     if tokens is None or sequences is None:
         return
     one = engine_count(instance)
-    each = "each engine holds " if one > 1 else ""
+    each = "each KV cache: " if one > 1 else ""
     text = f"{each}{tokens} tokens of KV cache, {sequences:.1f} sequences at full length"
     if one > 1:
-        text += f"; all {one} engines together {sequences * one:.1f}"
+        text += f"; all {one} together {sequences * one:.1f}"
     yield text
 
 

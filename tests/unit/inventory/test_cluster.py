@@ -209,8 +209,14 @@ def test_address_from_cached_facts() -> None:
     assert plan["nodes"]["n3"]["address"] == "10.77.1.13"
     plan, problems = run(hosts, require_addresses=False)
     assert problems == []
-    assert plan["nodes"]["n3"]["address"] is None
-    assert any("n3" in text for text in plan["warnings"])
+    # Only to be looked at: the name stands for the address.
+    assert plan["nodes"]["n3"]["address"] == "n3"
+    assert any("n3: cluster_address is not known yet" in text for text in plan["warnings"])
+    del hosts["n2"]["cluster_address"], hosts["n2"]["cluster_interface"], hosts["n1"]["cluster_address"]
+    plan, problems = run(hosts, require_addresses=False)
+    assert problems == []
+    assert plan["ray"]["address"] == "n1:6379"
+    assert plan["instances"]["tiny"]["url"] == "http://n2:8000"
 
 
 def test_gpus_from_cached_facts() -> None:
@@ -287,6 +293,7 @@ def set_on(hosts: dict[str, dict[str, Any]], host: str, **values: Any) -> dict[s
 
 
 HALF = {"tensor": 1, "pipeline": 1}
+THREE = {**SLOTS, "count": 3}
 FOUR = {**SLOTS, "count": 4}
 T = "vllm_instances.tiny"
 Z = "vllm_instances.zwei"
@@ -346,7 +353,12 @@ Z = "vllm_instances.zwei"
             ["duplicate port on n2", "vllm_instances.tiny.port"],
         ),
         (
-            two(set_on(set_on(lab(executor="mp"), "n2", gpus=FOUR), "n3", gpus=FOUR), port=8001),
+            # Two GPUs of each node for the one, the third of each for the other: both span the nodes.
+            two(
+                set_on(set_on(lab(executor="mp"), "n2", gpus=THREE), "n3", gpus=THREE),
+                port=8001,
+                parallelism={"tensor": 1, "pipeline": 2},
+            ),
             None,
             f"{Z}.master_port",
             "29501",
