@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branch, kernel module, version, toolkit: what is chosen, and why a wish is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import matrix
+from .gpus import ORDER, Hardware
+from .notes import Notes
+from .request import MIRROR
+from .versions import branch_of, cuda_parts
+
+
+def choose_distribution(found: Mapping[str, Any], notes: Notes) -> matrix.Distribution | None:
+    name, version = str(found.get("id") or ""), str(found.get("version") or "")
+    proven = ", ".join(f"{row.id} {row.version}" for row in matrix.DISTRIBUTIONS if row.proven)
+    for row in matrix.DISTRIBUTIONS:
+        same = version == row.version if row.family != "rhel" else version.partition(".")[0] == row.version
+        if name == row.id and same:
+            if row.proven:
+                return row
+            notes.refuse(
+                "ironrack_host.distribution",
+                f"{name} {version}",
+                "its packages are known here, but no test has installed them on such a host yet",
+                f"use one of {proven}, or install the driver yourself and leave the roles of the driver out",
+            )
+            return None
+    notes.refuse(
+        "ironrack_host.distribution",
+        f"{name} {version}".strip() or None,
+        "no packages of NVIDIA are known for it",
+        f"use one of {proven}, or run playbooks/facts.yml when the facts are missing",
+    )
+    return None
+
+
+def choose_branch(
+    values: Mapping[str, Any], distribution: matrix.Distribution, hardware: Hardware, notes: Notes
+) -> int | None:
+    before = len(notes.problems)
+    source = values["nvidia_driver_source"]
+    given, version = str(values["nvidia_driver_branch"]), str(values["nvidia_driver_version"])
+    of_version = branch_of(version)
+    archive = distribution.archive_branch
+    if source == "distribution":
+        if archive is None or version != "auto" or given not in ("auto", str(archive)):
+            variable = "nvidia_driver_branch" if version == "auto" else "nvidia_driver_version"
+            notes.refuse(
+                variable,
+                values[variable],
+                f"nvidia_driver_source is distribution, and {distribution.id} {distribution.version} has"
+                f" {'no packages' if archive is None else f'branch {archive} alone, in one version'}",
+                f"set {variable} to auto, or nvidia_driver_source to nvidia or local",
+            )
+            return None
+        branch = archive
+        notes.reasons.append(f"branch {branch} is what {distribution.id} {distribution.version} has itself")
+    elif given != "auto":
+        branch = int(given)
+        if of_version not in (None, branch):
+            notes.refuse(
+                "nvidia_driver_version",
+                version,
+                f"not of branch {branch}, which nvidia_driver_branch asks for",
+                f"set nvidia_driver_branch to {of_version} or auto, or nvidia_driver_version to auto",
+            )
+        notes.reasons.append(f"branch {branch} is what nvidia_driver_branch asks for")
+    elif of_version is not None:
+        branch = of_version
+        notes.reasons.append(f"branch {branch} follows from nvidia_driver_version {version}")
+    else:
+        branch = matrix.DEFAULT_BRANCH
+        notes.reasons.append(
+            f"branch {branch}: supported until {matrix.BRANCHES[branch].end_of_life}, runs CUDA 12 and 13 and every"
+            f" generation from Maxwell to Blackwell Ultra"
+        )
+    _check_cuda(values, distribution, hardware, branch, notes)
+    _check_generations(hardware, branch, given != "auto" or of_version is not None, values, notes)
+    _check_lifecycle(values, distribution, branch, notes)
+    return branch if len(notes.problems) == before else None
+
+
+def _check_cuda(
+    values: Mapping[str, Any], distribution: matrix.Distribution, hardware: Hardware, branch: int, notes: Notes
+) -> None:
+    variant = values["python_env_variant"]
+    cuda = matrix.CUDA[variant]
+    first = ORDER.index(cuda.first_generation)
+    old = [name for name in hardware.generations if ORDER.index(name) < first]
+    if old:
+        notes.refuse(
+            "python_env_variant",
+            variant,
+            f"CUDA {cuda.runtime} has no code for {', '.join(old)} GPUs ({hardware.summary()})",
+            "set python_env_variant to cu129, or use Turing or newer GPUs",
+        )
+    elif any(ORDER.index(name) < ORDER.index(matrix.VLLM_FIRST_GENERATION) for name in hardware.generations):
+        notes.warnings.append(
+            f"vLLM's published builds begin with Turing (compute capability 7.5): {hardware.summary()} need a build of"
+            f" your own, named by python_env_lock"
+        )
+    if branch >= cuda.floor:
+        if branch < cuda.native:
+            notes.warnings.append(
+                f"driver branch {branch} is older than CUDA {cuda.runtime} (branch {cuda.native}): it runs by minor"
+                f" version compatibility, so the driver compiles no PTX of CUDA {cuda.runtime} and newer features of"
+                f" the driver are absent"
+            )
+        return
+    if values["cuda_compat"] and _compat_possible(values, hardware, old):
+        notes.warnings.append(
+            f"cuda_compat lets CUDA {cuda.runtime} run on branch {branch}, which is older than its floor {cuda.floor}:"
+            f" the engines need VLLM_ENABLE_CUDA_COMPATIBILITY=1"
+        )
+        return
+    remedies = [
+        "set python_env_variant to cu129 (CUDA 12, runs from branch 525 on; python_env_lock has to name a lock)"
+    ]
+    if values["nvidia_driver_source"] == "distribution":
+        variable: str = "nvidia_driver_source"
+        remedies.append("or nvidia_driver_source to nvidia or local")
+        what = f"{distribution.id} {distribution.version} has driver branch {branch}"
+    else:
+        explicit = str(values["nvidia_driver_branch"]) != "auto"
+        variable = "nvidia_driver_branch" if explicit else "nvidia_driver_version"
+        remedies.append(f"or {variable} to auto or to {cuda.floor} or newer")
+        what = f"driver branch {branch} is too old"
+        if hardware.datacenter and not old:
+            remedies.append("or cuda_compat to true (data centre GPUs only)")
+    notes.refuse(
+        variable,
+        values[variable],
+        f"{what}, CUDA {cuda.runtime} of python_env_variant {variant} needs {cuda.floor} or newer",
+        ", ".join(remedies),
+    )
+
+
+def _compat_possible(values: Mapping[str, Any], hardware: Hardware, old: list[str]) -> bool:
+    return hardware.datacenter and not old and values["nvidia_driver_source"] != "distribution"
+
+
+def _check_generations(
+    hardware: Hardware, branch: int, explicit: bool, values: Mapping[str, Any], notes: Notes
+) -> None:
+    if hardware.obsolete:
+        notes.refuse(
+            "ironrack_host.nvidia_functions",
+            ", ".join(hardware.obsolete),
+            "older than Maxwell, no branch that runs vLLM drives it",
+            "take the GPU out, or leave the host out of vllm_nodes",
+        )
+    if hardware.unknown and not (explicit and values["nvidia_driver_flavour"] != "auto"):
+        bus = hardware.origin == "bus"
+        notes.refuse(
+            "ironrack_host.nvidia_functions" if bus else "gpus",
+            ", ".join(hardware.unknown),
+            "no generation is known for it here, so neither branch nor flavour can be chosen",
+            "set both nvidia_driver_branch and nvidia_driver_flavour"
+            + ("" if bus else ", or correct the name (as nvidia-smi prints it)"),
+        )
+    elif hardware.unknown:
+        notes.warnings.append(
+            f"the generation of {', '.join(hardware.unknown)} is not known here: nvidia_driver_branch and"
+            f" nvidia_driver_flavour were taken unchecked"
+        )
+    for name in hardware.generations:
+        row = matrix.GENERATIONS[name]
+        if branch < row.first_branch or (row.last_branch is not None and branch > row.last_branch):
+            span = f"{row.first_branch} to {row.last_branch}" if row.last_branch else f"{row.first_branch} and newer"
+            variable, remedy = _blame(values, f"a branch from {span}")
+            notes.refuse(
+                variable,
+                values[variable],
+                f"branch {branch} does not drive {name} GPUs ({hardware.summary()}), branches {span} do",
+                remedy,
+            )
+
+
+def _blame(values: Mapping[str, Any], wanted: str) -> tuple[str, str]:
+    """The variable that brought the branch about, and what to set it to."""
+    if values["nvidia_driver_source"] == "distribution":
+        return "nvidia_driver_source", f"set it to nvidia or local, with {wanted}"
+    if str(values["nvidia_driver_branch"]) == "auto" and str(values["nvidia_driver_version"]) != "auto":
+        return "nvidia_driver_version", f"set it to auto, or to a version of {wanted}"
+    return "nvidia_driver_branch", f"set it to auto, or to {wanted}"
+
+
+def _check_lifecycle(values: Mapping[str, Any], distribution: matrix.Distribution, branch: int, notes: Notes) -> None:
+    row = matrix.BRANCHES[branch]
+    if row.status == "ended":
+        notes.warnings.append(
+            f"driver branch {branch} gets no more security fixes"
+            f"{f' (ended {row.end_of_life})' if row.end_of_life else ''}; {matrix.DEFAULT_BRANCH} does"
+        )
+    from_nvidia = values["nvidia_driver_source"] == "nvidia" and values["nvidia_driver_mirror"] == MIRROR
+    if from_nvidia and distribution.first_branch and branch < distribution.first_branch:
+        notes.warnings.append(
+            f"NVIDIA's repository for {distribution.id} {distribution.version} is not known to hold branch {branch};"
+            f" it begins with {distribution.first_branch}"
+        )
+
+
+def choose_flavour(
+    values: Mapping[str, Any], distribution: matrix.Distribution, hardware: Hardware, branch: int, notes: Notes
+) -> str | None:
+    never = [name for name in hardware.generations if matrix.GENERATIONS[name].open_module == "never"]
+    only = [name for name in hardware.generations if matrix.GENERATIONS[name].open_module == "only"]
+    row = matrix.BRANCHES[branch]
+    given = str(values["nvidia_driver_flavour"])
+    from_archive = values["nvidia_driver_source"] == "distribution"
+    if never and only:
+        notes.refuse(
+            "ironrack_host.nvidia_functions",
+            hardware.summary(),
+            f"{', '.join(never)} GPUs need the proprietary kernel module, {', '.join(only)} GPUs the open one, and only"
+            f" one can be loaded",
+            "put the GPUs into different hosts",
+        )
+        return None
+    if given != "auto":
+        flavour = given
+        why = "nvidia_driver_flavour asks for it"
+    elif only or row.open_only:
+        flavour, why = "open", f"{', '.join(only) or f'branch {branch}'} knows no other"
+    elif never:
+        flavour, why = "proprietary", f"{', '.join(never)} GPUs have no GSP, which the open module needs"
+    elif from_archive and not distribution.archive_open:
+        flavour, why = "proprietary", f"{distribution.id} {distribution.version} has no working open module"
+    elif row.open_default:
+        flavour, why = "open", "NVIDIA's default for Turing and newer since branch 560"
+    else:
+        flavour, why = "proprietary", f"NVIDIA's default in branch {branch}"
+    variable = "nvidia_driver_flavour"
+    if flavour == "open" and never:
+        notes.refuse(variable, given, f"{', '.join(never)} GPUs have no GSP, which it needs", "set it to proprietary")
+        return None
+    if flavour == "open" and from_archive and not distribution.archive_open:
+        notes.refuse(
+            variable if given != "auto" else "nvidia_driver_source",
+            given if given != "auto" else "distribution",
+            f"the open kernel module of {distribution.id} {distribution.version} cannot be installed beside its driver",
+            f"set {f'{variable} to proprietary, or ' if given != 'auto' and not only else ''}nvidia_driver_source to"
+            f" nvidia or local",
+        )
+        return None
+    if flavour == "proprietary" and (only or row.open_only):
+        who = f"{', '.join(only)} GPUs work" if only else f"branch {branch} comes"
+        notes.refuse(variable, given, f"{who} with the open kernel module alone", "set it to open or auto")
+        return None
+    notes.reasons.append(f"{flavour} kernel module: {why}")
+    return flavour
+
+
+def choose_version(values: Mapping[str, Any], branch: int) -> str | None:
+    """The exact version, where it is known beforehand. Archives and folders hold one version: theirs."""
+    given = str(values["nvidia_driver_version"])
+    if given != "auto":
+        return given
+    return matrix.BRANCHES[branch].version if values["nvidia_driver_source"] == "nvidia" else None
+
+
+def choose_names(
+    values: Mapping[str, Any], distribution: matrix.Distribution, branch: int, notes: Notes
+) -> matrix.Names | None:
+    origin = "distribution" if values["nvidia_driver_source"] == "distribution" else "nvidia"
+    for row in matrix.NAMES_OF_PACKAGES:
+        if row.family == distribution.family and row.origin == origin and row.first <= branch <= row.last:
+            if not row.verified:
+                notes.reasons.append(
+                    f"names of the packages of branch {branch} for {distribution.id} are second hand ({row.source});"
+                    f" nvidia_driver_packages replaces those of the driver"
+                )
+            return row
+    variable, remedy = _blame(values, f"branch {matrix.DEFAULT_BRANCH}")
+    notes.refuse(variable, values[variable], f"no package names are known for branch {branch}", remedy)
+    return None
+
+
+def choose_toolkit(values: Mapping[str, Any], notes: Notes) -> str | None:
+    """The CUDA toolkit that kernels are compiled with at run time: of the runtime's major version, or none."""
+    given = str(values["cuda_version"])
+    cuda = matrix.CUDA[values["python_env_variant"]]
+    archive = values["nvidia_driver_source"] == "distribution"
+    if given == "none":
+        return None
+    if given == "auto":
+        if archive:
+            notes.reasons.append("no CUDA toolkit: nvidia_driver_source is distribution, whose toolkit is older")
+            return None
+        return cuda.toolkits[0]
+    wanted = cuda_parts(given)
+    runtime = cuda_parts(cuda.runtime)
+    if wanted is None or runtime is None or wanted[0] != runtime[0]:
+        notes.refuse(
+            "cuda_version",
+            given,
+            f"python_env_variant {values['python_env_variant']} is built with CUDA {cuda.runtime}, and kernels compiled"
+            f" by another major version do not load beside it",
+            f"set it to auto, none or one of {', '.join(cuda.toolkits)}, or change python_env_variant",
+        )
+    elif archive:
+        notes.refuse(
+            "cuda_version",
+            given,
+            "nvidia_driver_source is distribution, and the toolkit is in NVIDIA's repository alone",
+            "set it to none, or nvidia_driver_source to nvidia or local",
+        )
+    elif given not in cuda.toolkits:
+        notes.warnings.append(f"cuda_version {given} is not among those known here ({', '.join(cuda.toolkits)})")
+    return given

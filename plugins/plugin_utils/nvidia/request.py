@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variables of the roles that decide the stack: names, what they may be, and what they are when left out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import StackError
+from .matrix import BRANCHES, CUDA
+from .versions import cuda_parts, driver_key
+
+
+@dataclass(frozen=True)
+class Problem:
+    variable: str
+    value: Any
+    message: str
+    remedy: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "variable": self.variable,
+            "value": self.value,
+            "message": self.message,
+            "remedy": self.remedy,
+            "text": f"{self.variable} is {self.value!r}: {self.message}; {self.remedy}",
+        }
+
+
+MIRROR = "https://developer.download.nvidia.com/compute/cuda/repos"
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "python_env_variant": (*CUDA, "cpu"),
+    "nvidia_driver_source": ("nvidia", "distribution", "local"),
+    "nvidia_driver_flavour": ("auto", "open", "proprietary"),
+    "gpu_fabric_manager": ("auto", "present", "absent"),
+    "gpu_fabric_imex": ("auto", "present", "absent"),
+    "gpu_fabric_gdr": ("auto", "dma_buf", "peermem", "none"),
+    "nvidia_driver_precompiled": (True, False),
+    "gpu_fabric_dcgm": (True, False),
+    "cuda_compat": (True, False),
+}
+DEFAULTS: dict[str, Any] = {
+    "python_env_variant": "cu130",
+    "gpus": [],
+    "nvidia_driver_source": "nvidia",
+    "nvidia_driver_branch": "auto",
+    "nvidia_driver_version": "auto",
+    "nvidia_driver_flavour": "auto",
+    "nvidia_driver_precompiled": False,
+    "nvidia_driver_packages": [],
+    "nvidia_driver_mirror": MIRROR,
+    "nvidia_driver_distribution_mirror": "",
+    "nvidia_driver_local": "",
+    "nvidia_driver_key_url": "",
+    "nvidia_driver_key_sha256": "",
+    "nvidia_driver_key_fingerprint": "",
+    "cuda_version": "auto",
+    "cuda_compat": False,
+    "gpu_fabric_manager": "auto",
+    "gpu_fabric_imex": "auto",
+    "gpu_fabric_gdr": "auto",
+    "gpu_fabric_dcgm": True,
+}
+URL = re.compile(r"(https?|file)://[^\s\[\]]+|/[^\s\[\]]+")
+
+
+def check(request: Any) -> tuple[dict[str, Any], list[Problem]]:
+    """All variables with a usable value each, and what is wrong with those given."""
+    if not isinstance(request, Mapping):
+        raise StackError(
+            f"the variables are {type(request).__name__}, a dictionary is needed; hand over role variables"
+        )
+    problems: list[Problem] = []
+    values = dict(DEFAULTS)
+    for name, value in request.items():
+        if name not in DEFAULTS:
+            near = difflib.get_close_matches(str(name), DEFAULTS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEFAULTS)}"
+            problems.append(Problem(str(name), value, "no such variable", remedy))
+            continue
+        fault = _fault(name, value)
+        if fault:
+            problems.append(Problem(name, value, *fault))
+        else:
+            values[name] = value
+    return values, problems
+
+
+def _fault(name: str, value: Any) -> tuple[str, str] | None:
+    if name in CHOICES:
+        # 1 equals True: compare the types as well.
+        if not any(type(value) is type(choice) and value == choice for choice in CHOICES[name]):
+            shown = ", ".join(str(choice).lower() for choice in CHOICES[name])
+            return "not one of the choices", f"set it to one of {shown}"
+        return None
+    if name == "gpus":
+        known = isinstance(value, Mapping | list)
+        return None if known else ("neither a dictionary nor a list", "declare {count, name, memory_total_mib}")
+    if name == "nvidia_driver_packages":
+        good = isinstance(value, list) and all(
+            isinstance(item, str) and re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", item) for item in value
+        )
+        return None if good else ("not a list of package names", "give names such as libnvidia-compute-580")
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        return "not a text", "put it in quotes"
+    text = str(value)
+    if name == "nvidia_driver_branch" and text != "auto" and not (text.isdecimal() and int(text) in BRANCHES):
+        return "no known driver branch", f"set it to auto or one of {', '.join(map(str, BRANCHES))}"
+    if name == "nvidia_driver_version" and text != "auto":
+        key = driver_key(text)
+        if key is None:
+            return "not a version as NVIDIA numbers drivers", "write it as 580.159.04, without a package's suffix"
+        if key[0] not in BRANCHES:
+            return "of no known driver branch", f"take a version of one of {', '.join(map(str, BRANCHES))}"
+    if name == "cuda_version" and text not in ("auto", "none") and cuda_parts(text) is None:
+        return "not a version of CUDA", 'set it to auto, none, or a quoted major.minor such as "13.0"'
+    if name in ("nvidia_driver_mirror", "nvidia_driver_distribution_mirror", "nvidia_driver_local") or (
+        name == "nvidia_driver_key_url"
+    ):
+        needed = name == "nvidia_driver_mirror"
+        if (text or needed) and not URL.fullmatch(text):
+            return "neither a URL nor an absolute path", "write https://…, file:///… or /…"
+    if name == "nvidia_driver_key_sha256" and text and not re.fullmatch(r"[0-9a-f]{64}", text):
+        return "not a SHA-256", "give 64 lower case hexadecimal digits (sha256sum of the key file)"
+    if name == "nvidia_driver_key_fingerprint" and text and not re.fullmatch(r"[0-9A-F]{40}", text):
+        return "not a fingerprint", "give 40 upper case hexadecimal digits (gpg --show-keys)"
+    return None
