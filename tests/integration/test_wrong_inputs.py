@@ -268,7 +268,7 @@ def test_a_good_inventory_is_planned_twice_alike(run: Callable[..., Run]) -> Non
 
 @pytest.mark.parametrize(
     ("name", "instance", "sizes", "executor"),
-    [("prod", "qwen72b", (8, 2), "ray"), ("single", "llama8b", (1, 1), "mp")],
+    [("prod", "llama405b", (8, 2), "ray"), ("single", "llama8b", (1, 1), "mp")],
 )
 def test_shipped_inventories(
     run: Callable[..., Run], name: str, instance: str, sizes: tuple[int, int], executor: str
