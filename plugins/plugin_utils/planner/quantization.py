@@ -33,6 +33,7 @@ _CAPABILITIES: tuple[tuple[str, int], ...] = (
     (r"\bV100\b", 70),
 )
 _DEFAULT_CAPABILITY = 90
+_SEGMENT = 2 * 1024 * 1024
 
 
 def capability(card: Card | None) -> int:
@@ -70,6 +71,23 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def allocated(size: float, *, whole: bool = False) -> float:
+    """What PyTorch's caching allocator takes for a tensor: from 10 MiB on, a multiple of 2 MiB.
+
+    A rest above 1 MiB is given back (CUDACachingAllocator: should_split), unless `whole`: experts repacked while
+    loading land in the larger gaps of their raw tensors (fitted on gpt-oss-20b, vLLM 0.26 on an H200).
+    """
+    if size < _SEGMENT * 5:
+        return size
+    full = -(-size // _SEGMENT) * _SEGMENT
+    return full if whole or full - size <= _SEGMENT / 2 else size
+
+
+def weight_bytes(scheme: Scheme, count: int, width: int) -> float:
+    """Bytes of `count` weights without scales and zeros."""
+    return count * (width if scheme.kind == "none" else scheme.bits / 8)
+
+
 def linear_bytes(scheme: Scheme, inputs: int, outputs: Sequence[int], width: int, chip: int) -> float:
     """Bytes of one linear layer's weight and scales on one rank; `width` = bytes of the model's dtype."""
     total = sum(outputs)
@@ -99,29 +117,44 @@ def linear_bytes(scheme: Scheme, inputs: int, outputs: Sequence[int], width: int
     return count / 2 + count / 32
 
 
-def experts_bytes(scheme: Scheme, experts: Experts, count: int, intermediate: int, width: int, chip: int) -> float:
-    """Bytes of `count` experts on one rank, each `intermediate` wide."""
-    hidden = experts.hidden
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a layer's experts, and how wide and by which chip they are held."""
+
+    count: int
+    intermediate: int
+    width: int
+    chip: int
+
+
+def experts_bytes(scheme: Scheme, experts: Experts, share: Share) -> tuple[float, float]:
+    """Bytes of the first (gate and up) and of the second (down) tensor of one rank's experts."""
+    hidden, intermediate, count = experts.hidden, share.intermediate, share.count
     parts = 2 if experts.gated else 1
-    bias = parts * intermediate + hidden if experts.bias else 0
+    width = share.width
     if scheme.kind == "mxfp4":
-        return count * (_mxfp4_expert(hidden, intermediate, parts, chip) + bias * (4 if chip >= 90 else width))
-    up = linear_bytes(scheme, hidden, [intermediate] * parts, width, chip)
-    down = linear_bytes(scheme, intermediate, [hidden], width, chip)
-    return count * (up + down + bias * width)
-
-
-def _mxfp4_expert(hidden: int, intermediate: int, parts: int, chip: int) -> float:
-    """`quantization/mxfp4.py` and `utils/mxfp4_utils.py`: each back end rounds the sizes up to its tiles."""
-    if chip < 90 or chip >= 120:
-        # Marlin: 128 for the expert, 256 for the hidden size.
-        wide, tall = _up(intermediate, 128), _up(hidden, 256)
-    elif chip >= 100:
-        wide, tall = _up(intermediate, 256), _up(hidden, 256)
+        up, down = _mxfp4_expert(hidden, intermediate, parts, share.chip)
+        # Triton's back end on Hopper and FlashInfer's keep the biases in float32 (fused_moe/oracle/mxfp4.py).
+        width = 4 if 90 <= share.chip < 120 else width
     else:
-        wide, tall = _up(intermediate, 64), hidden
-    weights = (parts * wide * tall + tall * wide) / 2
-    return weights + weights / 16
+        up = linear_bytes(scheme, hidden, [intermediate] * parts, width, share.chip)
+        down = linear_bytes(scheme, intermediate, [hidden], width, share.chip)
+    if experts.bias:
+        up += parts * intermediate * width
+        down += hidden * width
+    return count * up, count * down
+
+
+def _mxfp4_expert(hidden: int, intermediate: int, parts: int, chip: int) -> tuple[float, float]:
+    """`fused_moe/oracle/mxfp4.py: mxfp4_round_up_hidden_size_and_intermediate_size`, by the chip's usual back end."""
+    if 90 <= chip < 100:
+        # Triton on Hopper: scales in tiles of 256 rows by 4 groups (triton_kernels: HopperMXScaleLayout).
+        wide = _up(intermediate, 64)
+        up = parts * wide * hidden / 2 + _up(parts * wide, 256) * _up(-(-hidden // 32), 4)
+        return up, hidden * wide / 2 + _up(hidden, 256) * _up(wide // 32, 4)
+    tile = 256 if 100 <= chip < 120 else 128
+    wide, tall = _up(intermediate, tile), _up(hidden, 256)
+    return parts * wide * tall * 17 / 32, tall * wide * 17 / 32
 
 
 @dataclass
@@ -243,11 +276,8 @@ def _rename(structure: Structure, names: Sequence[str]) -> list[str]:
         return list(names)
     result = []
     for name in names:
-        for old, new in structure.renamed:
-            if name.startswith(old):
-                name = new + name[len(old) :]
-                break
-        result.append(name)
+        rule = next(((old, new) for old, new in structure.renamed if name.startswith(old)), ("", ""))
+        result.append(rule[1] + name.removeprefix(rule[0]))
     return result
 
 
@@ -305,19 +335,21 @@ def _substring(structure: Structure, names: Sequence[str]) -> Callable[[str, tup
     return skips
 
 
+def _block(value: Any, key: str) -> tuple[int, int]:
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size <= _MAX_GROUP for size in value)
+    ):
+        raise ModelConfigError(f"quantization_config: {key} = {short(value)} is not two integers", key=key)
+    return value[0], value[1]
+
+
 def _fp8(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     """`quantization/fp8.py`."""
     block = section.get("weight_block_size")
     if block is not None:
-        if (
-            not isinstance(block, list)
-            or len(block) != 2
-            or not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size <= _MAX_GROUP for size in block)
-        ):
-            raise ModelConfigError(
-                f"quantization_config: weight_block_size = {short(block)} is not two integers", key="weight_block_size"
-            )
-        scheme = Scheme("fp8_block", 8, block=(block[0], block[1]))
+        scheme = Scheme("fp8_block", 8, block=_block(block, "weight_block_size"))
     else:
         scheme = Scheme("fp8", 8, static=section.get("activation_scheme") == "static")
     names = _rename(structure, _strings(section, "ignored_layers", "modules_to_not_convert"))
@@ -450,8 +482,7 @@ def _compressed_scheme(entry: Mapping[str, Any], form: str) -> Scheme:
         if form.startswith("mxfp8"):
             return Scheme("mxfp8", 8, 32)
         if strategy == "block":
-            good = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-            return Scheme("fp8_block", 8, block=(block[0], block[1]) if good else (128, 128))
+            return Scheme("fp8_block", 8, block=_block(block, "block_structure"))
         return Scheme("fp8" if strategy == "tensor" else "fp8_channel", 8)
     if kind == "int" and bits == 8 and activations is not None:
         return Scheme("int8", 8)
@@ -510,7 +541,9 @@ def _mixed(structure: Structure, section: Mapping[str, Any], names: Sequence[str
     """ModelOptMixedPrecisionConfig: every quantized layer is listed with its algorithm."""
     listed = section.get("quantized_layers")
     if not isinstance(listed, Mapping) or len(listed) > _MAX_PATTERNS:
-        raise ModelConfigError("quantization_config has no quantized_layers", key="quantization_config.quantized_layers")
+        raise ModelConfigError(
+            "quantization_config has no quantized_layers", key="quantization_config.quantized_layers"
+        )
     keys = [key for key in listed if isinstance(key, str)]
     table: dict[str, Scheme] = {}
     by_layer: dict[int, list[str]] = {}

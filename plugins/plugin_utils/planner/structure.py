@@ -7,7 +7,7 @@ quantization is decided by name. Sizes are those of the whole model; weights.py 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ModelConfigError, UnsupportedArchitectureError
@@ -106,12 +106,15 @@ class Structure:
     embedding: Vocabulary | None = None
     head: Vocabulary | None = None
     tied: bool = False
+    # These classes make the table or the head on every stage, used there or not.
+    embedding_everywhere: bool = False
+    head_everywhere: bool = False
     towers: tuple[Tower, ...] = ()
     # The MTP layers inside the checkpoint, loaded only for speculation.
     mtp: Layer = ()
     mtp_layers: int = 0
-    # vLLM's names of fused layers and the checkpoint's (packed_modules_mapping).
-    packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Bytes of a buffer for each token of the largest batch (the indexer's top-k).
+    token_bytes: int = 0
     # Replacements that turn names in the checkpoint into vLLM's (WeightsMapper).
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -178,7 +181,9 @@ class Source:
 
     @property
     def intermediate(self) -> int:
-        return self.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+        # GPT-2's configs leave out four times the hidden size.
+        default = 4 * self.hidden if self.has("n_embd") else None
+        return self.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=default)
 
     @property
     def vocabulary(self) -> int:
@@ -282,7 +287,11 @@ def build(model: Model) -> Structure:
             "Plan it by hand: give parallelism and max_model_len.",
             "architectures",
         )
-    return found(Source(config, text), architecture)
+    return replace(
+        found(Source(config, text), architecture),
+        embedding_everywhere=architecture in _EMBEDDING_EVERYWHERE,
+        head_everywhere=architecture in _HEAD_EVERYWHERE,
+    )
 
 
 def _architecture_by_type(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
@@ -373,9 +382,7 @@ def _moe(source: Source, style: Style, moe: Moe) -> list[Item]:
     correction = moe.correction
     if correction is True or (isinstance(correction, tuple) and source.text.get(correction[0]) == correction[1]):
         items.append(Plain(experts, _FLOAT32))
-    items.append(
-        Experts(f"{moe.name}.experts", experts, source.hidden, intermediate, gated=moe.gated, bias=moe.bias)
-    )
+    items.append(Experts(f"{moe.name}.experts", experts, source.hidden, intermediate, gated=moe.gated, bias=moe.bias))
     shared = source.size(*moe.shared_size, default=0, minimum=0) if moe.shared_size else 0
     if moe.shared_count and not shared:
         shared = intermediate * source.size(*moe.shared_count, default=0, minimum=0)
@@ -449,15 +456,6 @@ def _ends(source: Source, style: Style, structure: Structure) -> Structure:
     )
 
 
-def _fused(layers: tuple[Layer, ...]) -> dict[str, tuple[str, ...]]:
-    return {
-        item.name.rsplit(".", 1)[-1]: item.parts
-        for layer in {id(layer): layer for layer in layers}.values()
-        for item in layer
-        if isinstance(item, Linear) and item.parts
-    }
-
-
 LayerBuilder = Callable[[int, Mixer], tuple[Any, Callable[[], list[Item]]]]
 
 
@@ -511,9 +509,7 @@ def _decoder(source: Source, architecture: str, style: Style) -> Structure:
     if style.rotary:
         mixer = mixers(source.config)[0]
         every.append(_rotary(source, mixer.head_dim, style.rotary_dtype))
-    structure = Structure(
-        architecture, f"{style.root}{style.layers}", layers, every=tuple(every), packed=_fused(layers)
-    )
+    structure = Structure(architecture, f"{style.root}{style.layers}", layers, every=tuple(every))
     return _ends(source, style, structure)
 
 
@@ -526,9 +522,7 @@ def _styled(style: Style) -> Family:
     return lambda source, architecture: _decoder(source, architecture, style)
 
 
-_LLAMA = Style(
-    qkv_bias=("attention_bias", False), output_bias=("attention_bias", False), mlp_bias=("mlp_bias", False)
-)
+_LLAMA = Style(qkv_bias=("attention_bias", False), output_bias=("attention_bias", False), mlp_bias=("mlp_bias", False))
 _QWEN2 = Style(qkv_bias=True)
 _QWEN3 = Style(qkv_bias=("attention_bias", False), output_bias=("attention_bias", False), qk_norm="head")
 _GEMMA = Style(tied=True)
@@ -582,9 +576,7 @@ def _gpt_oss(source: Source, architecture: str) -> Structure:
         output_bias=True,
         sinks=True,
         rotary_dtype=_FLOAT32,
-        moe=Moe(
-            experts=("num_local_experts",), intermediate=("intermediate_size",), router_bias=True, bias=True
-        ),
+        moe=Moe(experts=("num_local_experts",), intermediate=("intermediate_size",), router_bias=True, bias=True),
     )
     return _decoder(source, architecture, style)
 
@@ -601,6 +593,398 @@ def _minimax_m2(source: Source, architecture: str) -> Structure:
         ),
     )
     return _decoder(source, architecture, style)
+
+
+def _mla(source: Source, architecture: str) -> Structure:
+    """Latent attention of DeepSeek V2 to V3.2, GLM-5 and Kimi-K2 (models/deepseek_v2.py), experts beside it."""
+    heads = source.size("num_attention_heads")
+    rank, rope = source.size("kv_lora_rank"), source.size("qk_rope_head_dim")
+    nope, values = source.size("qk_nope_head_dim"), source.size("v_head_dim")
+    query_rank = source.size("q_lora_rank", default=0, minimum=0)
+    queries = heads * (nope + rope)
+    hidden = source.hidden
+    style = Style(
+        moe=Moe(
+            experts=("n_routed_experts", "num_experts", "num_local_experts"),
+            intermediate=("moe_intermediate_size",),
+            correction=("topk_method", "noaux_tc"),
+            shared_name="shared_experts",
+            shared_count=("n_shared_experts",),
+        )
+    )
+    moe = style.moe
+    correction = source.text.get("topk_method", "noaux_tc" if source.has("index_topk") else None) == "noaux_tc"
+    if moe is not None:
+        moe = replace(moe, correction=correction)
+
+    def attention(mixer: Mixer) -> list[Item]:
+        items: list[Item] = []
+        if query_rank:
+            items += [
+                Linear(
+                    "self_attn.fused_qkv_a_proj",
+                    hidden,
+                    (query_rank, rank + rope),
+                    "replicated",
+                    ("q_a_proj", "kv_a_proj_with_mqa"),
+                ),
+                Plain(query_rank),
+                Linear("self_attn.q_b_proj", query_rank, (queries,), "column"),
+            ]
+        else:
+            items += [
+                Linear("self_attn.q_proj", hidden, (queries,), "column"),
+                Linear("self_attn.kv_a_proj_with_mqa", hidden, (rank + rope,), "replicated"),
+            ]
+        items += [
+            Plain(rank),
+            Linear("self_attn.kv_b_proj", rank, (heads * (nope + values),), "column", absorbed=True),
+            Linear("self_attn.o_proj", heads * values, (hidden,), "row"),
+        ]
+        if mixer.index_dim and not mixer.index_shared:
+            index_heads = source.size("index_n_heads")
+            items += [
+                Linear("self_attn.indexer.wq_b", query_rank or hidden, (mixer.index_dim * index_heads,), "replicated"),
+                Plain(hidden * (mixer.index_dim + index_heads)),
+                Plain(2 * mixer.index_dim, _FLOAT32),
+            ]
+        return items
+
+    def make(index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
+        sparse = source.has("n_routed_experts") and _is_sparse(source, index)
+
+        def items() -> list[Item]:
+            feed = (
+                _moe(source, style, moe)
+                if sparse and moe is not None
+                else _mlp(source, style, "mlp", source.intermediate)
+            )
+            return [*attention(mixer), *feed, _norms(source, style)]
+
+        return sparse, items
+
+    layers = _layers(source, make)
+    structure = Structure(
+        architecture,
+        "model.layers.",
+        layers,
+        every=(_rotary(source, rope),),
+        token_bytes=4 * source.size("index_topk") if source.has("index_topk") else 0,
+    )
+    count = source.size("num_nextn_predict_layers", default=0, minimum=0)
+    if count:
+        own = [*attention(replace(mixers(source.config)[-1], index_shared=False)), _norms(source, style)]
+        feed = _moe(source, style, moe) if source.has("n_routed_experts") and moe is not None else []
+        extra: list[Item] = [Plain(2 * hidden * hidden + 3 * hidden)]
+        structure = replace(structure, mtp=(*own, *feed, *extra), mtp_layers=count)
+    return _ends(source, style, structure)
+
+
+def _mamba2_items(source: Source, mixer: Mixer, name: str, bias: bool) -> list[Item]:
+    """`layers/mamba/mamba_mixer2.py`. Groups that are fewer than the ranks are held by each."""
+    groups = mixer.state_groups * mixer.state_dim
+    channels = mixer.inner + 2 * groups
+    return [
+        Linear(
+            f"{name}.in_proj",
+            source.hidden,
+            (mixer.inner, mixer.inner, groups, groups, mixer.state_heads),
+            "column",
+            bias=bias,
+        ),
+        Plain(channels * (mixer.conv_kernel + 1), split=True),
+        Plain(mixer.state_heads, _FLOAT32, split=True),
+        Plain(2 * mixer.state_heads, split=True),
+        Plain(mixer.inner, split=True),
+        Linear(f"{name}.out_proj", mixer.inner, (source.hidden,), "row", bias=bias),
+    ]
+
+
+def _nemotron_kinds(source: Source) -> list[str]:
+    pattern = source.text.get("hybrid_override_pattern") or source.text.get("layers_block_type")
+    names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    if isinstance(pattern, str | list):
+        return [names.get(kind, kind) for kind in pattern if isinstance(kind, str) and kind != "|"]
+    raise ModelConfigError("config.json has no hybrid_override_pattern", key="hybrid_override_pattern")
+
+
+def _nemotron_h(source: Source, architecture: str) -> Structure:
+    """One of Mamba-2, attention, MLP or experts a layer (models/nemotron_h.py)."""
+    kinds = _nemotron_kinds(source)
+    style = Style(
+        attention="mixer",
+        mlp="mixer",
+        gated=False,
+        norms=1,
+        qkv_bias=("attention_bias", False),
+        output_bias=("attention_bias", False),
+        mlp_bias=("mlp_bias", False),
+        rotary=False,
+    )
+
+    def experts() -> list[Item]:
+        count = source.size("n_routed_experts")
+        latent = source.size("moe_latent_size", default=0, minimum=0)
+        wide = latent or source.hidden
+        items: list[Item] = [
+            Plain(count * source.hidden),
+            Plain(count, _FLOAT32),
+            Experts(
+                "mixer.experts",
+                count,
+                wide,
+                source.size("moe_intermediate_size"),
+                gated=False,
+                parts=("up_proj", "down_proj"),
+            ),
+        ]
+        shared = source.size("n_shared_experts", default=0, minimum=0)
+        if shared:
+            size = shared * source.size("moe_shared_expert_intermediate_size")
+            items += _mlp(source, style, "mixer.shared_experts", size)
+        if latent:
+            items.append(Linear("mixer.fc1_latent_proj", source.hidden, (latent,), "replicated"))
+            items.append(Linear("mixer.fc2_latent_proj", latent, (source.hidden,), "replicated"))
+        return items
+
+    def make(index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
+        kind = kinds[index] if index < len(kinds) else ""
+
+        def items() -> list[Item]:
+            if mixer.kind == "mamba2":
+                own = _mamba2_items(source, mixer, "mixer", source.flag("mamba_proj_bias", "use_bias"))
+            elif mixer.is_attention:
+                own = _attention(source, style, mixer)
+            elif kind == "moe":
+                own = experts()
+            else:
+                own = _mlp(source, style, "mixer", source.intermediate)
+            return [*own, _norms(source, style)]
+
+        return kind, items
+
+    layers = _layers(source, make)
+    structure = Structure(architecture, "model.layers.", layers, renamed=(("backbone.", "model."),))
+    return _ends(source, style, structure)
+
+
+def _gdn(source: Source, architecture: str) -> Structure:
+    """Gated delta nets with attention in between (models/qwen3_next.py, qwen3_5.py), alone or with experts."""
+    older = "Next" in architecture
+    style = Style(
+        qkv_bias=("attention_bias", False), qk_norm="head", gate=source.flag("attn_output_gate", default=True)
+    )
+    moe = Moe(
+        intermediate=("moe_intermediate_size",),
+        shared_name="shared_expert",
+        shared_size=("shared_expert_intermediate_size",),
+        shared_gate=True,
+    )
+    hidden = source.hidden
+
+    def linear_attention(mixer: Mixer) -> list[Item]:
+        keys = mixer.state_groups * mixer.state_dim
+        values = mixer.inner
+        name = "linear_attn"
+        mixed = () if older else ("in_proj_qkv", "in_proj_z")
+        small = () if older else ("in_proj_b", "in_proj_a")
+        return [
+            Linear(f"{name}.in_proj_qkvz", hidden, (keys, keys, values, values), "column", mixed),
+            Linear(f"{name}.in_proj_ba", hidden, (mixer.state_heads,) * 2, "column", small),
+            Plain((2 * keys + values) * mixer.conv_kernel, split=True),
+            Plain(mixer.state_heads, _FLOAT32, split=True),
+            Plain(mixer.state_heads, split=True),
+            Plain(mixer.state_head_dim),
+            Linear(f"{name}.out_proj", values, (hidden,), "row"),
+        ]
+
+    def make(index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
+        sparse = source.has("num_experts") and _is_sparse(source, index)
+
+        def items() -> list[Item]:
+            own = linear_attention(mixer) if mixer.kind == "gdn" else _attention(source, style, mixer)
+            feed = _moe(source, style, moe) if sparse else _mlp(source, style, "mlp", source.intermediate)
+            return [*own, *feed, _norms(source, style)]
+
+        return sparse, items
+
+    layers = _layers(source, make)
+    full = next((mixer for mixer in mixers(source.config) if mixer.kind == "full"), None)
+    every = (_rotary(source, full.head_dim),) if full is not None else ()
+    structure = Structure(architecture, "model.layers.", layers, every=every)
+    count = source.size("mtp_num_hidden_layers", "num_nextn_predict_layers", default=0, minimum=0)
+    if count and full is not None:
+        feed = (
+            _moe(source, style, moe) if source.has("num_experts") else _mlp(source, style, "mlp", source.intermediate)
+        )
+        own = [*_attention(source, style, full), *feed, _norms(source, style)]
+        extra: list[Item] = [Plain(2 * hidden * hidden + 3 * hidden)]
+        structure = replace(structure, mtp=(*own, *extra), mtp_layers=count)
+    return _ends(source, style, structure)
+
+
+def _glm4_moe(source: Source, architecture: str) -> Structure:
+    style = Style(
+        qkv_bias=("attention_bias", False),
+        qk_norm="head" if source.flag("use_qk_norm") else "",
+        moe=Moe(
+            experts=("n_routed_experts",),
+            intermediate=("moe_intermediate_size",),
+            router_dtype=_FLOAT32,
+            correction=True,
+            shared_name="shared_experts",
+            shared_count=("n_shared_experts",),
+        ),
+    )
+    if not source.has("partial_rotary_factor") and not _rope_parameters(source):
+        # transformers' Glm4MoeConfig turns half of each head.
+        source = Source(source.config, {**source.text, "partial_rotary_factor": 0.5})
+    return _decoder(source, architecture, style)
+
+
+def _mimo_v2(source: Source, architecture: str) -> Structure:
+    """Other heads in windowed layers, sinks, K and V of different size (models/mimo_v2.py)."""
+    style = Style(
+        qkv_bias=("attention_bias", False),
+        rotary=False,
+        moe=Moe(
+            experts=("n_routed_experts",),
+            intermediate=("moe_intermediate_size",),
+            router_dtype=_FLOAT32,
+            correction=True,
+        ),
+    )
+    structure = _decoder(source, architecture, style)
+    sink_keys = {"sliding": "add_swa_attention_sink_bias", "full": "add_full_attention_sink_bias"}
+    kinds = {mixer.kind: mixer for mixer in mixers(source.config)}
+    every = tuple(_rotary(source, mixer.head_dim) for mixer in kinds.values())
+    sinks = sum(
+        mixer.heads for mixer in mixers(source.config) if source.flag(sink_keys.get(mixer.kind, ""), default=False)
+    )
+    return replace(structure, every=(*every, Plain(sinks, split=True)))
+
+
+def _llama4(source: Source, architecture: str) -> Structure:
+    """Experts in every n-th layer, the shared one as wide as a routed one (models/llama4.py)."""
+    moe = Moe(
+        name="feed_forward",
+        experts=("num_local_experts",),
+        intermediate=("intermediate_size",),
+        shared_name="shared_expert",
+        shared_size=("intermediate_size",),
+    )
+    style = Style(mlp="feed_forward", moe=moe)
+    step = source.size("interleave_moe_layer_step", default=1, minimum=0)
+    listed = source.integers("moe_layers")
+
+    def make(index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
+        sparse = index in listed if listed else step > 0 and (index + 1) % step == 0
+
+        def items() -> list[Item]:
+            feed = (
+                _moe(source, style, moe)
+                if sparse
+                else _mlp(source, style, "feed_forward", source.size("intermediate_size_mlp"))
+            )
+            return [*_attention(source, style, mixer), *feed, _norms(source, style)]
+
+        return sparse, items
+
+    layers = _layers(source, make)
+    every = (_rotary(source, mixers(source.config)[0].head_dim),)
+    return _ends(source, style, Structure(architecture, "model.layers.", layers, every=every))
+
+
+def _qwen_tower(source: Source, *, deepstack: bool) -> Tower:
+    """The vision tower of Qwen3-VL and Qwen3.5 (models/qwen3_vl.py)."""
+    vision = source.config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise ModelConfigError("config.json has no vision_config", key="vision_config")
+    hidden = size_of(vision, ("hidden_size",))
+    wide = size_of(vision, ("intermediate_size",))
+    patch = size_of(vision, ("patch_size",), 16)
+    merged = hidden * size_of(vision, ("spatial_merge_size",), 2) ** 2
+    out = size_of(vision, ("out_hidden_size",), source.hidden)
+    time = size_of(vision, ("temporal_patch_size",), 2)
+    channels = size_of(vision, ("in_channels",), 3)
+    heads = size_of(vision, ("num_heads",), 16)
+    stacks = vision.get("deepstack_visual_indexes") if deepstack else None
+    count = len(stacks) if isinstance(stacks, list) else 0
+    items: list[Item] = [
+        Plain(hidden * (channels * time * patch * patch + 1)),
+        Plain(size_of(vision, ("num_position_embeddings",), 2304) * hidden),
+        Plain(8192 * (hidden // heads // 2)),
+    ]
+    for index in range(count + 1):
+        name = "merger" if index == 0 else f"deepstack_merger_list.{index - 1}"
+        items += [
+            Plain(2 * (hidden if index == 0 else merged)),
+            Linear(f"{name}.linear_fc1", merged, (merged,), "column", bias=True, lora=False),
+            Linear(f"{name}.linear_fc2", merged, (out,), "row", bias=True, lora=False),
+        ]
+    block: Layer = (
+        Plain(4 * hidden),
+        Linear("attn.qkv", hidden, (hidden, hidden, hidden), "column", bias=True, lora=False),
+        Linear("attn.proj", hidden, (hidden,), "row", bias=True, lora=False),
+        Linear("mlp.linear_fc1", hidden, (wide,), "column", bias=True, lora=False),
+        Linear("mlp.linear_fc2", wide, (hidden,), "row", bias=True, lora=False),
+    )
+    return Tower(tuple(items), block, size_of(vision, ("depth",), 27), heads)
+
+
+_RENAMED = (
+    ("model.language_model.", "language_model.model."),
+    ("model.visual.", "visual."),
+    ("lm_head", "language_model.lm_head"),
+    ("language_model.", "language_model."),
+    ("model.", "language_model.model."),
+)
+
+
+def _wrapped(inner: Family, tower: Callable[[Source], Tower]) -> Family:
+    """A language model under `language_model.` with a tower beside it."""
+
+    def build_both(source: Source, architecture: str) -> Structure:
+        structure = inner(source, architecture)
+        head = structure.head
+        return replace(
+            structure,
+            prefix=f"language_model.{structure.prefix}",
+            head=replace(head, name=f"language_model.{head.name}") if head is not None else None,
+            towers=(tower(source),),
+            renamed=_RENAMED,
+        )
+
+    return build_both
+
+
+def _llama4_tower(source: Source) -> Tower:
+    """Llama 4's tower (models/mllama4.py)."""
+    vision = source.config.get("vision_config")
+    vision = vision if isinstance(vision, Mapping) else {}
+    hidden = size_of(vision, ("hidden_size",), 768)
+    wide = size_of(vision, ("intermediate_size",), 5632)
+    patch = size_of(vision, ("patch_size",), 14)
+    image = size_of(vision, ("image_size",), 448)
+    patches = (image // patch) ** 2 + 1
+    first, out = size_of(vision, ("projector_input_dim",), 4096), size_of(vision, ("vision_output_dim",), 7680)
+    heads = size_of(vision, ("num_attention_heads",), 16)
+    items: tuple[Item, ...] = (
+        Plain(patches * hidden + 5 * hidden),
+        Linear("patch_embedding.linear", 3 * patch * patch, (hidden,), "column", quantized=False, lora=False),
+        Plain(patches * (hidden // heads // 2) * 2, _FLOAT32),
+        Linear("adapter.fc1", wide, (first,), "column", quantized=False, lora=False),
+        Linear("adapter.fc2", first, (first,), "row", quantized=False, lora=False),
+        Linear("projector.linear_1", out, (source.hidden,), "column", quantized=False, lora=False),
+    )
+    block: Layer = (
+        Plain(4 * hidden),
+        Linear("qkv_proj", hidden, (hidden, hidden, hidden), "column", bias=True, quantized=False, lora=False),
+        Linear("o_proj", hidden, (hidden,), "row", bias=True, quantized=False, lora=False),
+        Linear("fc1", hidden, (wide,), "column", bias=True, quantized=False, lora=False),
+        Linear("fc2", wide, (hidden,), "row", bias=True, quantized=False, lora=False),
+    )
+    return Tower(items, block, size_of(vision, ("num_hidden_layers",), 34), heads, prefix="vision_model.")
 
 
 _FAMILIES: dict[str, Family] = {
@@ -649,6 +1033,80 @@ _FAMILIES: dict[str, Family] = {
     ),
     "MiniMaxM2ForCausalLM": _minimax_m2,
     "Olmo2ForCausalLM": _styled(replace(_LLAMA, qk_norm="split")),
+    "DeepseekV2ForCausalLM": _mla,
+    "DeepseekV3ForCausalLM": _mla,
+    "DeepseekV32ForCausalLM": _mla,
+    "GlmMoeDsaForCausalLM": _mla,
+    "MistralLarge3ForCausalLM": _mla,
+    "NemotronHForCausalLM": _nemotron_h,
+    "Qwen3NextForCausalLM": _gdn,
+    "Qwen3_5ForCausalLM": _gdn,
+    "Qwen3_5MoeForCausalLM": _gdn,
+    "Qwen3_5ForConditionalGeneration": _wrapped(_gdn, lambda source: _qwen_tower(source, deepstack=False)),
+    "Qwen3_5MoeForConditionalGeneration": _wrapped(_gdn, lambda source: _qwen_tower(source, deepstack=False)),
+    "Qwen3VLForConditionalGeneration": _wrapped(_styled(_QWEN3), lambda source: _qwen_tower(source, deepstack=True)),
+    "Qwen3VLMoeForConditionalGeneration": _wrapped(
+        _styled(_QWEN3_MOE), lambda source: _qwen_tower(source, deepstack=True)
+    ),
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "MiMoV2FlashForCausalLM": _mimo_v2,
+    "Llama4ForConditionalGeneration": _wrapped(_llama4, _llama4_tower),
+    "Llama4ForCausalLM": _llama4,
     "Olmo3ForCausalLM": _styled(replace(_LLAMA, qk_norm="split")),
 }
-_BY_TYPE: dict[str, str] = {}
+# vllm/model_executor/models: no `is_last_rank` (or `is_first_rank`) around the head (or the embedding), 0.19 to 0.33.
+_HEAD_EVERYWHERE = frozenset(
+    {
+        "Gemma3ForCausalLM",
+        "GPT2LMHeadModel",
+        "GptOssForCausalLM",
+        "InternLM2ForCausalLM",
+        "MixtralForCausalLM",
+        "NemotronHForCausalLM",
+        "Olmo2ForCausalLM",
+        "Olmo3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3VLMoeForConditionalGeneration",
+    }
+)
+_EMBEDDING_EVERYWHERE = _HEAD_EVERYWHERE | {
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "Gemma2ForCausalLM",
+    "GemmaForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+}
+_BY_TYPE: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+}

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
 
 from .engine import Card, Engine
 from .errors import PlannerError
 from .model import Model
-from .quantization import BYTES, NONE, Quantizer, capability, experts_bytes, linear_bytes, quantizer
+from .quantization import (
+    BYTES,
+    NONE,
+    Quantizer,
+    Share,
+    allocated,
+    capability,
+    experts_bytes,
+    linear_bytes,
+    quantizer,
+    weight_bytes,
+)
 from .rules import split_layers
-from .structure import Experts, Item, Layer, Linear, Plain, Structure, Vocabulary, build, short
+from .structure import Experts, Item, Linear, Plain, Structure, Vocabulary, build, short
 
 _VOCABULARY_PADDING = 64
+# vLLM's default on cards of 70 GiB and more.
+_BATCHED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -88,17 +100,25 @@ def _split(model: Model, engine: Engine, card: Card | None) -> _Split:
     )
 
 
-def _stages(
-    structure: Structure, rules: Quantizer, split: _Split, engine: Engine
-) -> tuple[list[float], list[int]]:
+def _stages(structure: Structure, rules: Quantizer, split: _Split, engine: Engine) -> tuple[list[float], list[int]]:
     stages = engine.layout.pipeline
+    partition = engine.layout.layer_partition
+    if stages > len(structure.layers) or (
+        partition and (len(partition), sum(partition)) != (stages, len(structure.layers))
+    ):
+        raise PlannerError(
+            f"{len(structure.layers)} layers can't be laid out on {stages} pipeline stages"
+            + (f" as {short(list(partition))}." if partition else "."),
+            "Lower pipeline_parallel_size, or make pp_layer_partition add up.",
+            "pipeline_parallel_size",
+        )
     counts = split_layers(len(structure.layers), stages, engine.layout.layer_partition)
     cache: dict[object, float] = {}
     costs = []
     for index, layer in enumerate(structure.layers):
         key = (id(layer), rules.signature(index))
         if key not in cache:
-            cache[key] = _layer_bytes(layer, f"{structure.prefix}{index}.", rules, split)
+            cache[key] = _items(layer, f"{structure.prefix}{index}.", rules, split)
         costs.append(cache[key])
     totals = []
     start = 0
@@ -107,13 +127,17 @@ def _stages(
         start += count
     embedding, head = structure.embedding, structure.head
     table = _vocabulary_bytes(embedding, rules, split) if embedding is not None else 0.0
-    totals[0] += table + _items(structure.first, "", rules, split)
+    totals[0] += _items(structure.first, "", rules, split)
     totals[-1] += _items(structure.last, "", rules, split)
-    if head is not None and not structure.tied:
-        totals[-1] += _vocabulary_bytes(head, rules, split)
-    elif stages > 1 and structure.tied:
-        # A tied head needs the table on the last stage too.
-        totals[-1] += table
+    own_head = _vocabulary_bytes(head, rules, split) if head is not None and not structure.tied else 0.0
+    for stage in range(stages):
+        # A tied head is the table, so the last stage needs it too.
+        if stage == 0 or structure.embedding_everywhere or (structure.tied and stage == stages - 1):
+            totals[stage] += table
+        if stage == stages - 1 or structure.head_everywhere:
+            totals[stage] += own_head
+    batch = engine.max_num_batched_tokens or _BATCHED_TOKENS
+    totals = [total + structure.token_bytes * batch for total in totals]
     towers = 0.0 if engine.language_model_only else sum(_tower_bytes(structure, rules, split, engine))
     return [total + towers for total in totals], counts
 
@@ -126,10 +150,6 @@ def _tower_bytes(structure: Structure, rules: Quantizer, split: _Split, engine: 
         yield _items(tower.items, tower.prefix, rules, own) + tower.depth * _items(
             tower.block, f"{tower.prefix}blocks.0.", rules, own
         )
-
-
-def _layer_bytes(layer: Layer, prefix: str, rules: Quantizer, split: _Split) -> float:
-    return _items(layer, prefix, rules, split)
 
 
 def _items(items: Iterable[Item], prefix: str, rules: Quantizer, split: _Split) -> float:
@@ -164,7 +184,9 @@ def shape(item: Linear, tensor: int) -> tuple[int, list[int]]:
 def _linear_item(item: Linear, prefix: str, rules: Quantizer, split: _Split) -> float:
     inputs, outputs = shape(item, split.tensor)
     scheme = rules.linear(prefix, item)
-    total = linear_bytes(scheme, inputs, outputs, split.width, split.chip)
+    weight = weight_bytes(scheme, inputs * sum(outputs), split.width)
+    scales = linear_bytes(scheme, inputs, outputs, split.width, split.chip) - weight
+    total = allocated(weight) + scales
     if item.bias:
         total += sum(outputs) * split.width
     if item.absorbed and scheme is not NONE:
@@ -179,7 +201,14 @@ def _linear_item(item: Linear, prefix: str, rules: Quantizer, split: _Split) -> 
 def _experts_item(item: Experts, prefix: str, rules: Quantizer, split: _Split) -> float:
     count = -(-(item.count + split.redundant) // split.expert_ranks)
     intermediate = -(-item.intermediate // split.expert_tensor)
-    total = experts_bytes(rules.experts(prefix, item), item, count, intermediate, split.width, split.chip)
+    total = 0.0
+    share = Share(count, intermediate, split.width, split.chip)
+    scheme = rules.experts(prefix, item)
+    elements = count * item.hidden * intermediate
+    for size, number in zip(experts_bytes(scheme, item, share), (2 if item.gated else 1, 1), strict=True):
+        # MXFP4's weights are padded together with their scales; else the scales are tensors of their own.
+        weight = size if scheme.kind == "mxfp4" else weight_bytes(scheme, number * elements, split.width)
+        total += allocated(weight, whole=scheme.kind == "mxfp4") + size - weight
     if split.loras:
         parts = 2 if item.gated else 1
         total += split.loras * split.rank * split.width * count * (parts + 1) * (item.hidden + intermediate)
@@ -187,16 +216,39 @@ def _experts_item(item: Experts, prefix: str, rules: Quantizer, split: _Split) -
 
 
 def _vocabulary_bytes(item: Vocabulary, rules: Quantizer, split: _Split) -> float:
-    padding = _VOCABULARY_PADDING
-    if padding % split.tensor:
-        padding = padding * split.tensor // gcd(padding, split.tensor)
     rows = -(-item.rows // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
     rows = -(-rows // split.tensor)
     scheme = rules.vocabulary(item.name) if item.head else NONE
-    total = linear_bytes(scheme, item.columns, [rows], split.width, split.chip)
-    return total + (rows * split.width if item.bias else 0)
+    size = linear_bytes(scheme, item.columns, [rows], split.width, split.chip)
+    return allocated(size) + (rows * split.width if item.bias else 0)
 
 
 def _drafter(model: Model, structure: Structure, engine: Engine, draft: Model | None, card: Card | None) -> float:
-    """Bytes of the drafter on the ranks of the last stage."""
-    return 0.0
+    """Bytes of the drafter on the ranks of the last stage; its embedding and head are the target's own.
+
+    vllm/v1/spec_decode: MTP layers of the checkpoint, or a model of its own.
+    """
+    if not engine.speculative:
+        return 0.0
+    if draft is not None:
+        alone = replace(
+            engine,
+            layout=replace(
+                engine.layout,
+                tensor=engine.layout.draft_tensor or engine.layout.tensor,
+                pipeline=1,
+                layer_partition=None,
+                expert=False,
+                data=1,
+            ),
+            quantization=None,
+            speculative={},
+            max_loras=0,
+        )
+        return stage_weights(draft, alone, card=card)[0].bytes
+    method = str(engine.speculative.get("method") or "")
+    if "mtp" not in method or not structure.mtp:
+        return 0.0
+    split = replace(_split(model, engine, card), loras=0)
+    prefix = f"{structure.prefix}{len(structure.layers)}."
+    return structure.mtp_layers * _items(structure.mtp, prefix, quantizer(model, structure, engine), split)
