@@ -79,7 +79,8 @@ def _key(gpu: Mapping[str, Any]) -> tuple[str, int]:
     return name.removeprefix("nvidia ").strip(), int(gpu.get("memory_total_mib") or 0)
 
 
-def _alike(declared: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]) -> bool:
+def alike(declared: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any]]) -> bool:
+    """The same number of GPUs, of the same names and sizes."""
     pairs = zip(sorted(map(_key, declared)), sorted(map(_key, real)), strict=False)
     return len(declared) == len(real) and all(
         one[0] == other[0] and abs(one[1] - other[1]) <= MEMORY_TOLERANCE_MIB for one, other in pairs
@@ -100,7 +101,7 @@ def gpu_problems(facts: Facts, declared: Sequence[Mapping[str, Any]], host: str)
             f" or set python_env_variant to cpu"
         ]
     problems = []
-    if not _alike(declared, real):
+    if not alike(declared, real):
         lost = len(nvidia.get("pci_devices") or []) - len(real)
         bus = f"; {lost} more on the PCI bus without a working driver" if lost > 0 else ""
         problems.append(

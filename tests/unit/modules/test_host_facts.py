@@ -207,3 +207,322 @@ def test_path_on_a_file_system_that_hangs(facts: ModuleType, monkeypatch: pytest
     warnings: list[str] = []
     assert facts.path_facts("/", 0.2, warnings)["exists"] is False
     assert warnings == ["/: no answer within 0.2 seconds"]
+
+
+# --- driver, kernels, packages ---------------------------------------------------------------------------------------
+
+
+def put(root: Path, **files: str) -> str:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return str(root)
+
+
+def test_driver_in_the_kernel_and_on_disk(facts: ModuleType, tmp_path: Path) -> None:
+    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)\n"
+    library = tmp_path / "usr/lib/x86_64-linux-gnu"
+    root = put(
+        tmp_path,
+        **{"proc/driver/nvidia/version": version, "proc/modules": "nvidia_uvm 1\nnvidia 1\nkvm 1\n"},
+    )
+    library.mkdir(parents=True)
+    (library / "libcuda.so.570.195.03").write_text("")  # a leftover: the link decides
+    (library / "libcuda.so.580.159.04").write_text("")
+    (library / "libcuda.so.1").symlink_to("libcuda.so.580.159.04")
+    assert facts.driver_facts(root) == {
+        "loaded": "580.159.04",
+        "flavour": "open",
+        "library": "580.159.04",
+        "libraries": {"libcuda": "580.159.04"},
+        "modules": ["nvidia", "nvidia_uvm"],
+        "runfile": False,
+    }
+    put(tmp_path, **{"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.309.01  Thu\n"})
+    assert facts.driver_facts(root)["flavour"] == "proprietary"
+    assert facts.driver_facts(root)["loaded"] == "535.309.01"
+
+
+def test_pci_functions_of_nvidia(facts: ModuleType, tmp_path: Path) -> None:
+    for address, vendor, kind in (("0000:05:00.0", "0x10de", "0x068000"), ("0000:06:00.0", "0x15b3", "0x020700")):
+        device = f"sys/bus/pci/devices/{address}"
+        names = {
+            "vendor": vendor,
+            "device": "0x22a3",
+            "class": kind,
+            "subsystem_vendor": "0x10de",
+            "subsystem_device": "0x1",
+        }
+        put(tmp_path, **{f"{device}/{name}": text + "\n" for name, text in names.items()})
+    (tmp_path / "sys/bus/pci/devices/0000:05:00.0/driver").symlink_to("../../../bus/pci/drivers/nvidia-nvswitch")
+    assert facts.nvidia_functions(str(tmp_path)) == [
+        {
+            "address": "0000:05:00.0",
+            "device": "0x22a3",
+            "subsystem": "0x10de:0x1",
+            "class": "0x068000",
+            "driver": "nvidia-nvswitch",
+        }
+    ]
+
+
+def test_kernels_in_their_order_with_headers_and_module(facts: ModuleType, tmp_path: Path) -> None:
+    root = put(
+        tmp_path,
+        **{
+            "lib/modules/6.8.0-99-generic/modules.dep": "updates/dkms/nvidia.ko.zst: kernel/a.ko\nx/nvidia-uvm.ko:\n",
+            "lib/modules/6.8.0-100-generic/modules.dep": "updates/dkms/nvidia-uvm.ko.zst:\n",
+            "lib/modules/6.8.0-100-generic/build/Makefile": "",
+            "lib/modules/6.1.0-1-amd64/modules.dep": "updates/dkms/nvidia-current.ko:\n",
+            "boot/vmlinuz-6.8.0-99-generic": "",
+            "boot/vmlinuz-6.8.0-100-generic": "",
+            "lib/modules/6.1.0-1-amd64/vmlinuz": "",
+            "lib/modules/5.0-removed/modules.dep": "",
+        },
+    )
+    assert facts.installed_kernels(root) == [
+        {"release": "6.1.0-1-amd64", "headers": False, "nvidia_module": "updates/dkms/nvidia-current.ko"},
+        {"release": "6.8.0-99-generic", "headers": False, "nvidia_module": "updates/dkms/nvidia.ko.zst"},
+        {"release": "6.8.0-100-generic", "headers": True, "nvidia_module": None},
+    ]
+
+
+def test_dkms_installed_built_failed_added(facts: ModuleType, tmp_path: Path) -> None:
+    tree = "var/lib/dkms"
+    root = put(
+        tmp_path,
+        **{
+            f"{tree}/nvidia/580.95.05/source/dkms.conf": "",
+            f"{tree}/nvidia/580.95.05/6.1.0-1/x86_64/module/nvidia.ko": "",
+            f"{tree}/nvidia/580.95.05/6.1.0-2/x86_64/module/nvidia.ko": "",
+            f"{tree}/nvidia/580.95.05/build/make.log": "make.log for nvidia-580 for kernel 6.1.0-3 (x86_64)\n",
+            f"{tree}/other/1/source/dkms.conf": "",
+        },
+    )
+    (tmp_path / tree / "nvidia/kernel-6.1.0-1-x86_64").symlink_to("580.95.05/6.1.0-1/x86_64")
+    states = [(entry["module"], entry["kernel"], entry["state"]) for entry in facts.dkms_facts(root)]
+    assert states == [
+        ("nvidia", "6.1.0-1", "installed"),
+        ("nvidia", "6.1.0-2", "built"),
+        ("nvidia", "6.1.0-3", "failed"),
+        ("other", None, "added"),
+    ]
+
+
+def test_packages_by_dpkg(facts: ModuleType, tmp_path: Path) -> None:
+    names = {
+        "nvidia-open-580": "hold ok installed",
+        "cuda-nvcc-13-0": "install ok installed",
+        "bash": "install ok installed",
+    }
+    text = "".join(
+        f"Package: {name}\nStatus: {status}\nVersion: 580.95.05-1\nArchitecture: amd64\nMaintainer: a <a@b>\n"
+        "Description: a\n\n"
+        for name, status in names.items()
+    )
+    root = put(tmp_path, **{"var/lib/dpkg/status": text, "var/lib/dpkg/info/format": "1\n"})
+    assert facts.package_facts(root, 20) == [
+        {"name": "cuda-nvcc-13-0", "version": "580.95.05-1", "state": "ii", "hold": False},
+        {"name": "nvidia-open-580", "version": "580.95.05-1", "state": "hi", "hold": True},
+    ]
+    assert facts.package_facts(str(tmp_path / "none"), 20) == []
+
+
+@pytest.mark.parametrize(("content", "state"), [(b"\6\0\0\0\1", True), (b"\6\0\0\0\0", False), (None, None)])
+def test_secure_boot(facts: ModuleType, tmp_path: Path, content: bytes | None, state: bool | None) -> None:
+    assert facts.secure_boot(str(tmp_path)) is False, "no UEFI, no Secure Boot"
+    folder = tmp_path / "sys/firmware/efi/efivars"
+    folder.mkdir(parents=True)
+    if content:
+        (folder / "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c").write_bytes(content)
+    assert facts.secure_boot(str(tmp_path)) is state
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+
+
+def test_health_asks_nvidia_smi_once_for_all_details(
+    facts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NVIDIA_STANDIN", raising=False)
+    asked = []
+    execute = facts.execute
+
+    def recorded(command: list[str], timeout: float) -> Any:
+        asked.append(" ".join(command[1:]))
+        return execute(command, timeout)
+
+    monkeypatch.setattr(facts, "execute", recorded)
+    host = facts.gather(
+        nvidia_smi=str(RECORDING / "nvidia-smi"), root=put(tmp_path, **{"proc/uptime": "9 1"}), health=True
+    )
+    assert len([line for line in asked if line.startswith("--query-gpu")]) == 1
+    assert sorted(asked[1:]) == ["-q -x", "nvlink -s", "topo -m", "topo -p2p r"]
+    assert host["nvidia"]["cuda_version"] == "13.0"
+    assert [gpu["pci"] for gpu in host["health"]["gpus"]] == ["0000:00:06.0", "0000:00:07.0"]
+    assert host["health"]["nvlink"][1] == {"gpu": 1, "links": 18, "inactive": [], "gbyte_s": 26.562}
+    assert host["health"]["p2p"] == [["X", "OK"], ["OK", "X"]]
+    assert host["health"]["topology"] == [["X", "NV18"], ["NV18", "X"]]
+    assert "health" not in facts.gather(nvidia_smi="none", root=str(tmp_path))
+
+
+def test_health_of_an_empty_root_never_fails(facts: ModuleType, tmp_path: Path) -> None:
+    host = facts.gather(root=str(tmp_path), nvidia_smi="no-such-program", health=True, release=str(tmp_path / "none"))
+    assert host["health"]["gpus"] == []
+    assert host["health"]["release"] is None
+    assert host["health"]["kernel_log"] == {"source": None, "complete": True, "events": []}
+
+
+def test_details_that_a_driver_does_not_tell(facts: ModuleType) -> None:
+    (gpu,) = facts.parse_details("", '<log><gpu id="00000001:3B:00.0"><remapped_rows>N/A</remapped_rows></gpu></log>')
+    assert gpu["pci"] == "0001:3b:00.0"
+    assert {gpu[key] for key in ("remap_pending", "fabric_state", "mig", "ecc_uncorrectable", "width")} == {None}
+    (gpu,) = facts.parse_details(
+        "", (RECORDING / "details.xml").read_text().replace("event_reason", "throttle_reason")
+    )[:1]
+    assert gpu["throttle"] == ["gpu_idle"], "drivers before 550 have other names"
+
+
+def test_links_that_are_all_down(facts: ModuleType) -> None:
+    text = (
+        "GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-0)\n"
+        "\t NVML: Unable to retrieve NVLink information as all links are inActive\n"
+        "GPU 1: NVIDIA L40S (UUID: GPU-1)\n"
+    )
+    assert [(gpu["links"], gpu["inactive"]) for gpu in facts.parse_nvlink(text)] == [(0, ["all"]), (0, [])]
+
+
+def config_space(control: int | None) -> bytes:
+    """Extended capabilities of a bridge: advanced error reporting, then perhaps Access Control Services."""
+    space = bytearray(4096)
+    space[0x100:0x104] = (0x0001 | 1 << 16 | ((0x148 if control is not None else 0) << 20)).to_bytes(4, "little")
+    if control is not None:
+        space[0x148:0x14C] = (0x000D | 1 << 16).to_bytes(4, "little")
+        space[0x14E:0x150] = control.to_bytes(2, "little")
+    return bytes(space)
+
+
+def test_acs_of_the_bridges_above_a_gpu(facts: ModuleType, tmp_path: Path) -> None:
+    root = tmp_path / "sys/devices/pci0000:00"
+    gpu = root / "0000:00:01.0/0000:01:00.0/0000:02:00.0"
+    group = tmp_path / "sys/kernel/iommu_groups/7"
+    for folder in (gpu, group, tmp_path / "sys/bus/pci/devices"):
+        folder.mkdir(parents=True)
+    (gpu.parent.parent / "config").write_bytes(config_space(0x1D))
+    (gpu.parent / "config").write_bytes(config_space(None))
+    (gpu.parent / "max_link_width").write_text("8\n")
+    (gpu / "current_link_width").write_text("8\n")
+    (gpu / "max_link_width").write_text("16\n")
+    (group / "type").write_text("DMA-FQ\n")
+    (gpu / "iommu_group").symlink_to(group)
+    for folder in (gpu, gpu.parent, gpu.parent.parent):
+        (tmp_path / "sys/bus/pci/devices" / folder.name).symlink_to(folder)
+    assert facts.pci_link(str(tmp_path), "0000:02:00.0") == {
+        "pci": "0000:02:00.0",
+        "width": 8,
+        "width_max": 16,
+        "slot_width_max": 8,
+        "bridges": ["0000:00:01.0", "0000:01:00.0"],
+        "acs": {"0000:00:01.0": 0x1D},
+        "iommu": "DMA-FQ",
+    }
+
+
+def test_kernel_log(facts: ModuleType, tmp_path: Path) -> None:
+    lines = (
+        "6,0,339,-;Linux version 6.18\n SUBSYSTEM=x\n",
+        "4,1,100000000,-;NVRM: Xid (PCI:0000:3b:00): 63, pid=1, Row Remapper: New row marked for remapping\n",
+        "4,2,101000000,-;nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32 egress error\n",
+        "4,3,102000000,-;NVRM: GPU 0000:3b:00.0: RmInitAdapter failed! (0x24:0x72:1568)\n",
+        "4,4,103000000,-;NVRM: API mismatch: the client has the version 580.95.05\n",
+    )
+    root = put(tmp_path, **{"dev/kmsg": "".join(lines), "proc/uptime": "160.5 1.0"})
+    log = facts.kernel_log(root, 5)
+    assert (log["source"], log["complete"]) == ("kmsg", True)
+    assert [(event["kind"], event["code"], event["device"], event["seconds_ago"]) for event in log["events"]] == [
+        ("xid", 63, "0000:3b:00", 60),
+        ("sxid", 12028, "0000:05:00.0", 59),
+        ("init", None, "0000:3b:00.0", 58),
+        ("mismatch", None, None, 57),
+    ]
+    put(tmp_path, **{"dev/kmsg": lines[1]})
+    assert facts.kernel_log(root, 5)["complete"] is False, "the ring's beginning is lost"
+
+
+def test_later_drop_ins_win(facts: ModuleType, tmp_path: Path) -> None:
+    assert facts.remove_ipc(str(tmp_path)) is True, "systemd's default"
+    root = put(
+        tmp_path,
+        **{
+            "etc/systemd/logind.conf": "[Login]\n#RemoveIPC=yes\nRemoveIPC=yes\n",
+            "etc/systemd/logind.conf.d/ironrack.conf": "[Login]\nRemoveIPC=no\n",
+            "usr/lib/systemd/logind.conf.d/10-vendor.conf": "[Login]\nRemoveIPC=yes\n",
+        },
+    )
+    assert facts.remove_ipc(root) is False
+
+
+def test_unattended_upgrades(facts: ModuleType, tmp_path: Path) -> None:
+    root = put(
+        tmp_path,
+        **{
+            "etc/apt/apt.conf.d/20auto-upgrades": 'APT::Periodic::Unattended-Upgrade "1";\n',
+            "etc/apt/apt.conf.d/50unattended-upgrades": (
+                'Unattended-Upgrade::Package-Blacklist {\n// "linux-";\n  "nvidia-"; "libnvidia-";\n};\n'
+            ),
+        },
+    )
+    assert facts.unattended_upgrades(root) == {"enabled": True, "blacklist": ["nvidia-", "libnvidia-"]}
+
+
+def test_runtime_is_read_without_starting_it(facts: ModuleType, tmp_path: Path) -> None:
+    packages = tmp_path / "lib/python3.12/site-packages"
+    put(
+        tmp_path,
+        **{
+            "release.json": '{"id": "abc", "variant": "cu130"}',
+            "lib/python3.12/site-packages/torch/version.py": "cuda: Optional[str] = '13.0'\n",
+        },
+    )
+    (packages / "vllm").mkdir()
+    assert facts.release_facts(str(tmp_path)) == {
+        "id": "abc",
+        "variant": "cu130",
+        "torch_cuda": "13.0",
+        "extension_cuda": [],
+    }
+    assert any(name.startswith("libc.so") for name in facts.needed_libraries("/bin/ls"))
+    assert facts.needed_libraries(str(tmp_path / "release.json")) == []
+
+
+def test_clock_is_compared_with_the_controller(facts: ModuleType, tmp_path: Path) -> None:
+    host = facts.gather(root=str(tmp_path), nvidia_smi="none", health=True, controller_time=time.time() + 100)
+    assert -101 < host["health"]["clock"]["offset_seconds"] < -99
+    assert isinstance(host["health"]["clock"]["synchronised"], bool | None)
+
+
+def test_file_system_below_a_path(facts: ModuleType, tmp_path: Path) -> None:
+    table = (
+        "1 1 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / /var/lib rw - xfs /dev/b rw\n3 1 0:3 / /var/lib rw - nfs4 s:/x r\n"
+    )
+    root = put(tmp_path, **{"proc/self/mountinfo": table})
+    assert facts.file_system_types(root, ["/var/lib/ironrack", "/var/library"]) == {
+        "/var/lib/ironrack": "nfs4",
+        "/var/library": "ext4",
+    }
+
+
+def test_holder_of_a_device_node(facts: ModuleType, tmp_path: Path) -> None:
+    root = put(tmp_path, **{"proc/42/comm": "python3\n", "proc/42/cgroup": "0::/system.slice/vllm@big.service\n"})
+    (tmp_path / "proc/42/fd").mkdir()
+    (tmp_path / "proc/42/fd/7").symlink_to("/dev/nvidia1")
+    (found,) = facts.holders(root, "1")
+    assert (found["pid"], found["name"], found["unit"]) == (42, "python3", "vllm@big.service")
+    assert facts.holders(root, "0") == []
+
+
+def test_program_that_ends_late_is_not_waited_for(facts: ModuleType) -> None:
+    start = time.monotonic()
+    assert "timed out" in facts.execute(["sleep", "30"], 0.2)[1]
+    assert time.monotonic() - start < 2
+    assert facts.execute(["no-such-program"], 1)[0] is None
