@@ -127,7 +127,9 @@ def compare(record: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]], 
     """The row of one record, or None when it lacks what any comparison needs."""
     version = _version(record["vllm_version"])
     said, gpu = _ours(record) if "weights_gib_per_rank" in record else _public(record)
-    model = record.get("config") or models.get(str(record["model"]).replace("/", "__"))
+    model = models.get(str(record["model"]).replace("/", "__"))
+    if "config" in record:
+        model = {"config": record["config"]}
     if version is None or gpu is None or model is None:
         return None
     row = Row(record["id"], version, source, said, starts=not record["error"], error=record["error"])

@@ -26,6 +26,8 @@ BLOCK_TOKENS = 16
 _CONTEXT_GIB = 0.5
 # Half-width of the doubt about loaded weights, as a share of them.
 _WEIGHTS_DOUBT = 0.004
+# What two starts of the same engine may differ by, as a share of the KV cache.
+_LEAST_MARGIN = 0.01
 # The same for the KV cache of a version that is older than those whose rules are described: 0.19 to 0.33.
 _OLD_VERSION_MARGIN = 0.15
 
@@ -179,11 +181,18 @@ def _result(
     tightest = min(
         stages, key=lambda stage: (free[stage] / plan.block_bytes[stage] if plan.block_bytes[stage] else 1e30, stage)
     )
-    if all(not size for size in plan.block_bytes):
+    caches = any(plan.block_bytes)
+    if not caches:
+        # An encoder keeps nothing between its steps; what it needs is room for one of them.
         tightest = min(stages, key=lambda stage: free[stage])
+        if error is None and free[tightest] < 0:
+            error = (
+                f"torch.OutOfMemoryError: CUDA out of memory. Weights and activations of one rank take "
+                f"{-free[tightest]:.2f} GiB more than the GPU may give."
+            )
     doubt = overheads[tightest].spread_gib + _WEIGHTS_DOUBT * loaded[tightest]
     notes = [note for part in overheads for note in part.notes]
-    margin = doubt / free[tightest] if free[tightest] > 0 else 1.0
+    margin = max(_LEAST_MARGIN, doubt / free[tightest]) if free[tightest] > 0 else 1.0
     if engine.version < OLDEST_VERSION:
         notes.append(f"the rules of vLLM {'.'.join(map(str, OLDEST_VERSION))} are applied to this older version")
         margin = max(margin, _OLD_VERSION_MARGIN)
@@ -191,7 +200,7 @@ def _result(
         "fits": error is None,
         "error": error,
         "weights_gib": round(loaded[tightest], 3),
-        "kv_cache_gib": round(max(0.0, free[tightest]), 3),
+        "kv_cache_gib": round(max(0.0, free[tightest]), 3) if caches else 0.0,
         "kv_cache_tokens": sized.tokens,
         "max_concurrency": round(sized.concurrency, 2),
         "ranks": [
@@ -200,7 +209,7 @@ def _result(
                 "weights_gib": round(loaded[stage], 3),
                 "activation_gib": round(overheads[stage].activation_gib, 3),
                 "overhead_gib": round(overheads[stage].non_torch_gib + overheads[stage].graph_gib, 3),
-                "kv_cache_gib": round(free[stage], 3),
+                "kv_cache_gib": round(free[stage], 3) if caches else 0.0,
             }
             for stage in stages
         ],

@@ -92,6 +92,21 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return ""
 
 
+# Ends of the names of pooling models that are made of a decoder (vllm/config/model.py: _SUFFIX_TO_DEFAULTS).
+_POOLING_SUFFIXES = ("ForSequenceClassification", "ForProcessRewardModel", "ForRewardModel", "Model")
+
+
+def generative_name(architecture: str) -> str:
+    """The decoder that a pooling model is made of (Qwen3ForSequenceClassification: Qwen3ForCausalLM), or the name."""
+    if architecture in _ARCHITECTURES:
+        return architecture
+    for suffix in _POOLING_SUFFIXES:
+        if architecture.endswith(suffix):
+            name = f"{architecture.removesuffix(suffix)}ForCausalLM"
+            return name if name in _ARCHITECTURES else architecture
+    return architecture
+
+
 def mixers(config: Mapping[str, Any]) -> tuple[Mixer, ...]:
     """One `Mixer` a decoder layer, equal layers being the same object.
 
@@ -160,7 +175,7 @@ def _builder(config: Mapping[str, Any], text: Text) -> Builder:
         else:
             return _by_model_type(text)
     if architecture:
-        found = _ARCHITECTURES.get(architecture)
+        found = _ARCHITECTURES.get(generative_name(architecture))
         if found is None:
             raise UnsupportedArchitectureError(f"the memory of {architecture!s:.80} is not known to this version")
         return found
@@ -816,7 +831,13 @@ _FAMILIES: tuple[tuple[Builder, str], ...] = (
     (_mamba2_only, "Mamba2ForCausalLM"),
     (_lfm2, "Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration"),
     (_minimax_text, "MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM MiniMaxForCausalLM"),
-    (_encoder, "BertModel RobertaModel XLMRobertaModel BertForSequenceClassification ModernBertModel"),
+    (
+        _encoder,
+        "BertModel BertForSequenceClassification BertForTokenClassification RobertaModel "
+        "RobertaForSequenceClassification RobertaForTokenClassification XLMRobertaModel "
+        "XLMRobertaForSequenceClassification XLMRobertaForTokenClassification ModernBertModel "
+        "ModernBertForSequenceClassification ModernBertForTokenClassification NomicBertModel",
+    ),
 )
 _ARCHITECTURES: dict[str, Builder] = {name: build for build, names in _FAMILIES for name in names.split()}
 
@@ -836,7 +857,8 @@ _TYPES: tuple[tuple[Builder, str], ...] = (
         _plain,
         "llama mistral ministral ministral3 mixtral gemma granite granitemoe cohere phi phi3 phimoe gpt2 gpt_neox "
         "gpt_bigcode gptj falcon olmo olmo2 olmoe opt starcoder2 internlm2 nemotron stablelm glm glm4 glm4_moe "
-        "glm4v_text glm4v_moe_text chatglm minimax_m2 seed_oss arcee exaone ernie4_5 ernie4_5_moe phi-msft smollm3",
+        "glm4v_text glm4v_moe_text chatglm minimax_m2 seed_oss arcee exaone ernie4_5 ernie4_5_moe phi-msft smollm3 "
+        "apertus hunyuan_v1_dense",
     ),
     (_qwen, "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_text qwen3_vl_moe mimo"),
     (_qwen, "qwen3_vl_moe_text"),

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from .engine import Card, Engine
 from .errors import ModelConfigError
+from .families_encoder import is_pooling
 from .mixers import Mixer, architecture_of, mixers
 from .model import Model
 
@@ -199,7 +200,7 @@ def runner(model: Model, engine: Engine) -> str:
     if engine.at_least(0, 29):
         late = bool(engine.flags.get("enable_dbo")) or method in _V1_METHODS
         return "v1" if late else "v2"
-    if not engine.at_least(0, 22) or _pooling(model, engine):
+    if not engine.at_least(0, 22) or is_pooling(model, engine):
         return "v1"
     if method and method not in _V2_METHODS:
         return "v1"
@@ -234,17 +235,6 @@ def _method(engine: Engine) -> str:
     if not isinstance(method, str):
         return "draft_model"
     return "mtp" if method.endswith("mtp") else method
-
-
-def _pooling(model: Model, engine: Engine) -> bool:
-    if engine.runner != "auto":
-        return engine.runner == "pooling"
-    if engine.convert not in ("auto", "none"):
-        return True
-    name = architecture_of(model.config)
-    return bool(name) and not name.endswith(
-        ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "NgramForCausalLM", "ChatModel")
-    )
 
 
 def _encoder_only(model: Model) -> bool:
@@ -403,7 +393,7 @@ def _activation(run: _Run, layers: Sequence[Mixer], start: int, first: bool, las
     layer = max(_layer(run, mixer, start, has_experts) for mixer in kinds or {_NO_MIXER})
     forward = stays + encoded + layer + (0.0 if _only_own_kernels(run, kinds, has_experts) else blas)
     phases = {"a layer": forward, "the vision tower": tower}
-    if last and not _pooling(run.model, run.engine):
+    if last and not is_pooling(run.model, run.engine):
         phases["the sampler's warm-up"] = stays + encoded + blas + hidden + _sampler(run)
     widest = max(phases, key=lambda name: phases[name])
     notes.append(f"the peak of the profile run is {widest}")
@@ -454,6 +444,8 @@ def _layer(run: _Run, mixer: Mixer, start: int, has_experts: bool) -> float:
 # vLLM's MLPs of these families have one matrix before the activation instead of a gate and an up projection.
 _UNGATED = frozenset(
     {
+        "apertus",
+        "arcee",
         "bert",
         "bloom",
         "falcon",
@@ -835,7 +827,7 @@ def _graphs(run: _Run, layers: Sequence[Mixer]) -> float:
     """GiB of the CUDA graph estimate that is subtracted: by default from 0.21 on (vllm/envs.py), by the v1 runner
     always and by v2 from 0.29 on (gpu/cudagraph_utils.py: profile_cudagraph_memory)."""
     engine = run.engine
-    if engine.enforce_eager or not engine.at_least(0, 21) or _pooling(run.model, engine):
+    if engine.enforce_eager or not engine.at_least(0, 21) or is_pooling(run.model, engine):
         return 0.0
     sizes = _capture_sizes(run)
     if not sizes:

@@ -244,7 +244,7 @@ def _explain(
     if engines > 1 and request.data is None:
         reasons.append(
             f"{engines} engines: as many as the GPUs hold"
-            if request.objective == "throughput"
+            if request.objective == "throughput" or request.concurrency is None
             else f"{engines} engines: one alone would not hold {request.concurrency} sequences"
         )
     elif search.fixed == 1 and request.data is None and request.objective == "throughput":

@@ -246,6 +246,8 @@ def quantization_config(model: Model) -> Mapping[str, Any] | None:
     if beside is None:
         return None
     inner = _mapping(beside, "hf_quant_config").get("quantization", beside)
+    # vLLM takes the file for ModelOpt's by `producer` (transformers_utils/model_arch_config_convertor.py), which the
+    # tool always writes but copies of the file leave out; no other tool writes this file, so it is not asked for.
     return {"quant_method": "modelopt", **_mapping(inner, "hf_quant_config.quantization")}
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from .errors import ModelConfigError, UnsupportedArchitectureError
-from .mixers import Mixer, architecture_of, mixers
+from .mixers import Mixer, architecture_of, generative_name, mixers
 from .model import Model, text_config
 
 _MAX_SIZE = 1 << 32
@@ -109,6 +110,9 @@ class Structure:
     # These classes make the table or the head on every stage, used there or not.
     embedding_everywhere: bool = False
     head_everywhere: bool = False
+    # The version from which Transformers' modules serve the model: they have no tables of cosines and sines (`every`),
+    # and the embedding and the head are on the stages that use them.
+    own_until: tuple[int, int] | None = None
     towers: tuple[Tower, ...] = ()
     # The MTP layers inside the checkpoint, loaded only for speculation.
     mtp: Layer = ()
@@ -280,18 +284,31 @@ def build(model: Model) -> Structure:
     architecture = architecture_of(config)
     if not architecture:
         architecture = _architecture_by_type(config, text)
-    found = _FAMILIES.get(architecture)
+    source = Source(config, text)
+    families = _families()
+    generative = architecture if architecture in families else generative_name(architecture)
+    found = families.get(generative)
     if found is None:
         raise UnsupportedArchitectureError(
             f"the weights of {architecture:.80} are not known to this version.",
             "Plan it by hand: give parallelism and max_model_len.",
             "architectures",
         )
-    return replace(
-        found(Source(config, text), architecture),
-        embedding_everywhere=architecture in _EMBEDDING_EVERYWHERE,
-        head_everywhere=architecture in _HEAD_EVERYWHERE,
+    structure = found(source, generative)
+    structure = replace(
+        structure,
+        embedding_everywhere=structure.embedding_everywhere or generative in _EMBEDDING_EVERYWHERE,
+        head_everywhere=structure.head_everywhere or generative in _HEAD_EVERYWHERE,
     )
+    return structure if generative == architecture else pooled(source, structure, architecture)
+
+
+@lru_cache(maxsize=1)
+def _families() -> Mapping[str, Family]:
+    """The families of this file and of those that build on it."""
+    from . import families_dense, families_encoder  # noqa: PLC0415 - they use this module
+
+    return {**_FAMILIES, **families_dense.FAMILIES, **families_encoder.FAMILIES}
 
 
 def _architecture_by_type(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
@@ -513,6 +530,34 @@ def _decoder(source: Source, architecture: str, style: Style) -> Structure:
     return _ends(source, style, structure)
 
 
+# --- Pooling models -----------------------------------------------------------------------------------------------
+
+
+def labels(source: Source) -> int:
+    """Number of classes: transformers counts id2label and takes two where config.json names none."""
+    names = source.text.get("id2label")
+    return len(names) if isinstance(names, Mapping) and names else source.size("num_labels", default=2)
+
+
+def head_dtype(source: Source) -> str:
+    """Of a pooling model's last layers (vllm/config/model.py: head_dtype)."""
+    return _MODEL_DTYPE if source.text.get("head_dtype") == "model" else _FLOAT32
+
+
+def pooled(source: Source, structure: Structure, architecture: str) -> Structure:
+    """A decoder turned into a pooling model (models/adapters.py, models/qwen2_rm.py): its head gives way to scores."""
+    hidden, dtype = source.hidden, head_dtype(source)
+    extra: tuple[Item, ...] = ()
+    if architecture.endswith("ForSequenceClassification"):
+        extra = (Plain(labels(source) * hidden, dtype),)
+    elif architecture.endswith("RewardModel"):
+        # The class sets the number of labels itself.
+        count = 2 if "Process" in architecture else 1
+        square = Plain(hidden * (hidden + 1), dtype, split=True)
+        extra = (square, Plain(count * hidden, dtype, split=True), Plain(count, dtype))
+    return replace(structure, architecture=architecture, head=None, last=(*structure.last, *extra))
+
+
 # --- Families -----------------------------------------------------------------------------------------------------
 
 Family = Callable[[Source, str], Structure]
@@ -683,16 +728,13 @@ def _mla(source: Source, architecture: str) -> Structure:
 def _mamba2_items(source: Source, mixer: Mixer, name: str, bias: bool) -> list[Item]:
     """`layers/mamba/mamba_mixer2.py`. Groups that are fewer than the ranks are held by each."""
     groups = mixer.state_groups * mixer.state_dim
-    channels = mixer.inner + 2 * groups
+    count = mixer.state_groups
+    convolution = mixer.conv_kernel + 1
     return [
-        Linear(
-            f"{name}.in_proj",
-            source.hidden,
-            (mixer.inner, mixer.inner, groups, groups, mixer.state_heads),
-            "column",
-            bias=bias,
-        ),
-        Plain(channels * (mixer.conv_kernel + 1), split=True),
+        Linear(f"{name}.in_proj", source.hidden, (mixer.inner, mixer.inner, mixer.state_heads), "column", bias=bias),
+        Linear(f"{name}.in_proj", source.hidden, (0, groups, groups), "qkv", kv_heads=count, bias=bias),
+        Plain(mixer.inner * convolution, split=True),
+        Linear(f"{name}.conv1d", convolution, (0, groups, groups), "qkv", kv_heads=count, quantized=False, lora=False),
         Plain(mixer.state_heads, _FLOAT32, split=True),
         Plain(2 * mixer.state_heads, split=True),
         Plain(mixer.inner, split=True),
@@ -1000,7 +1042,6 @@ _FAMILIES: dict[str, Family] = {
             "XverseForCausalLM",
             "SolarForCausalLM",
             "CwmForCausalLM",
-            "SmolLM3ForCausalLM",
             "GraniteForCausalLM",
             "ExaoneForCausalLM",
             "TeleChatForCausalLM",
@@ -1032,7 +1073,6 @@ _FAMILIES: dict[str, Family] = {
         )
     ),
     "MiniMaxM2ForCausalLM": _minimax_m2,
-    "Olmo2ForCausalLM": _styled(replace(_LLAMA, qk_norm="split")),
     "DeepseekV2ForCausalLM": _mla,
     "DeepseekV3ForCausalLM": _mla,
     "DeepseekV32ForCausalLM": _mla,
@@ -1052,7 +1092,6 @@ _FAMILIES: dict[str, Family] = {
     "MiMoV2FlashForCausalLM": _mimo_v2,
     "Llama4ForConditionalGeneration": _wrapped(_llama4, _llama4_tower),
     "Llama4ForCausalLM": _llama4,
-    "Olmo3ForCausalLM": _styled(replace(_LLAMA, qk_norm="split")),
 }
 # vllm/model_executor/models: no `is_last_rank` (or `is_first_rank`) around the head (or the embedding), 0.19 to 0.33.
 _HEAD_EVERYWHERE = frozenset(
@@ -1063,8 +1102,6 @@ _HEAD_EVERYWHERE = frozenset(
         "InternLM2ForCausalLM",
         "MixtralForCausalLM",
         "NemotronHForCausalLM",
-        "Olmo2ForCausalLM",
-        "Olmo3ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3NextForCausalLM",
@@ -1097,6 +1134,27 @@ _BY_TYPE: dict[str, str] = {
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "apertus": "ApertusForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from .engine import Card, Engine
 from .errors import PlannerError
+from .families_encoder import is_pooling
 from .model import Model
 from .quantization import (
     BYTES,
@@ -60,6 +61,11 @@ def stage_weights(
     vllm/v1/worker/gpu_model_runner.py: load_model. `card` decides the kernels that repack quantized weights.
     """
     structure = build(model)
+    if structure.own_until is not None and engine.at_least(*structure.own_until):
+        structure = replace(structure, every=(), embedding_everywhere=False, head_everywhere=False)
+    if is_pooling(model, engine):
+        # models/adapters.py: a pooling model's head is never made.
+        structure = replace(structure, head=None)
     split = _split(model, engine, card)
     totals, layers = _stages(structure, quantizer(model, structure, engine), split, engine)
     extra = _drafter(model, structure, engine, draft, card)
@@ -122,8 +128,9 @@ def _stages(structure: Structure, rules: Quantizer, split: _Split, engine: Engin
         costs.append(cache[key])
     totals = []
     start = 0
+    every = _items(structure.every, "", rules, split)
     for count in counts:
-        totals.append(sum(costs[start : start + count]) + _items(structure.every, "", rules, split))
+        totals.append(sum(costs[start : start + count]) + every)
         start += count
     embedding, head = structure.embedding, structure.head
     table = _vocabulary_bytes(embedding, rules, split) if embedding is not None else 0.0

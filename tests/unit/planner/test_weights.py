@@ -72,8 +72,8 @@ LATENT = {
 ORACLE = [
     (LLAMA, {}, [16094078080]),
     (MOE, {}, [61074732736]),
-    (MOE, {"tensor_parallel_size": 4}, [15295740000]),
-    (MOE, {"pipeline_parallel_size": 2}, [31164929000, 31164929000]),
+    (MOE, {"tensor_parallel_size": 4}, [15295739584]),
+    (MOE, {"pipeline_parallel_size": 2}, [31164941152, 31164941152]),
     # The absorbed copies of kv_b_proj come after loading: 61 layers of 32768 x 512 in 16 bits.
     (LATENT, {}, [673171585524 + 61 * 32768 * 512 * 2]),
 ]
