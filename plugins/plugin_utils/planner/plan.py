@@ -106,6 +106,14 @@ def _check_pins(search: Search) -> None:
             f"Set parallelism.tensor to {largest} or less, and parallelism.pipeline to the number of nodes.",
             "parallelism.tensor",
         )
+    ranks = (request.tensor or 1) * (request.pipeline or 1) * (request.data or 1)
+    if request.data and search.model.is_moe and ranks > largest and not search.fast:
+        raise PlannerError(
+            f"parallelism.data = {request.data} needs {ranks} GPUs, more than the {largest} of a node: ranks with "
+            "experts exchange tokens in every layer, and the fabric between the nodes is not InfiniBand or RoCE.",
+            "Lower parallelism.data, or set fabric_type of the nodes if they have such a fabric.",
+            "parallelism.data",
+        )
 
 
 def _answer(search: Search, fleet: Fleet, engines: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.engine import Engine
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors import (
+    ModelConfigError,
     PlannerError,
     UnsupportedArchitectureError,
 )
@@ -66,9 +67,14 @@ def test_refusal_in_the_engines_words(model_config) -> None:
     assert "To serve at least one request with the model's max seq len (131072)" in result["error"]
 
 
+def test_unknown_architectures_are_refused_by_name(model_config) -> None:
+    with pytest.raises(UnsupportedArchitectureError, match="FutureForCausalLM"):
+        estimate({**model_config("dense_8b"), "architectures": ["FutureForCausalLM"]}, H200)
+
+
 @pytest.mark.parametrize("name", ["multimodal", "hybrid_mamba"])
-def test_unknown_structures_are_refused_by_name(model_config, name) -> None:
-    with pytest.raises(UnsupportedArchitectureError, match="ForC"):
+def test_incomplete_files_are_refused_with_the_key(model_config, name) -> None:
+    with pytest.raises(ModelConfigError, match=r"config\.json has no \w+"):
         estimate(model_config(name), H200)
 
 
