@@ -439,3 +439,60 @@ def test_any_order_of_hosts_and_groups_gives_the_same_plan() -> None:
         hosts = {name: lab()[name] for name in names}
         groups = {group: order.sample(members, len(members)) for group, members in GROUPS.items()}
         assert json.dumps(run(hosts, groups)[0], sort_keys=True) == json.dumps(expected, sort_keys=True)
+
+
+def test_replicas_have_units_ports_and_urls_of_their_own() -> None:
+    plan, problems = run(lab(parallelism={"tensor": 1, "pipeline": 1, "data": 4}, executor="mp"))
+    assert problems == []
+    replicas = plan["instances"]["tiny"]["replicas"]
+    assert [(item["name"], item["url"]) for item in replicas] == [
+        ("tiny", "http://10.77.1.12:8000"),
+        ("tiny.r1", "http://10.77.1.12:8001"),
+        ("tiny.r2", "http://10.77.1.13:8000"),
+        ("tiny.r3", "http://10.77.1.13:8001"),
+    ]
+    first, second = plan["hosts"]["n2"]["instances"]
+    assert (first["instance"], first["replica"]) == ("tiny", 0)
+    assert (second["instance"], second["replica"], second["role"]) == ("tiny", 1, "api")
+    # Clients ask all of them for the same model.
+    assert all(item["args"][1:3] == ["--served-model-name", "tiny"] for item in (first, second))
+    assert second["args"][second["args"].index("--port") + 1] == "8001"
+    assert {"ironrack_api", "ironrack_engines"} <= set(plan["nodes"]["n3"]["groups"])
+
+
+def test_a_replica_needs_its_unit_name() -> None:
+    hosts = two(lab(parallelism={"tensor": 1, "pipeline": 1, "data": 2}, executor="mp", nodes=["n2"]), nodes=["n3"])
+    for host in hosts.values():
+        host["vllm_instances"]["tiny.r1"] = host["vllm_instances"].pop("zwei")
+    _, problems = run(hosts)
+    assert any("vllm@tiny.r1.service is that of a replica of tiny" in str(problem) for problem in problems)
+
+
+def test_replicas_stay_below_the_last_port() -> None:
+    _, problems = run(lab(parallelism={"tensor": 1, "pipeline": 1, "data": 4}, executor="mp", port=65535))
+    assert any("beyond 65535" in str(problem) for problem in problems)
+
+
+def test_data_parallel_ranks_over_nodes_meet_without_ray() -> None:
+    instance: dict[str, Any] = {
+        "model": {"path": "/data/models/moe", "config": str(FIXTURES / "moe_128_experts.json")},
+        "nodes": ["n2", "n3"],
+        "context_length": 8192,
+        "parallelism": {"tensor": 1, "data": 4, "expert": True},
+    }
+    hosts = lab()
+    for host in hosts.values():
+        host |= {"vllm_instances": {"moe": instance}, "fabric_type": "infiniband"}
+        host |= {"python_env_variant": "cu130", "python_env_vllm_version": "0.33.0"}
+    for name in ("n2", "n3"):
+        hosts[name]["gpus"] = {"count": 2, "name": "NVIDIA H200", "memory_total_mib": 143771}
+    plan, problems = run(hosts)
+    assert problems == []
+    first, second = (plan["hosts"][host]["instances"][0] for host in ("n2", "n3"))
+    meeting = ["--data-parallel-size-local", "2", "--data-parallel-address", "10.77.1.12"]
+    meeting += ["--data-parallel-rpc-port", "29550"]
+    assert first["args"][-6:] == meeting
+    assert second["args"][-9:] == [*meeting, "--data-parallel-start-rank", "2", "--headless"]
+    assert (first["role"], second["role"]) == ("api", "headless")
+    # These ranks give the meeting port up once they have met, so nothing watches it.
+    assert second["meeting_port"] is None
