@@ -243,6 +243,10 @@ class Collected:
                 variable = f"vllm_instances.{name}.model"
                 if isinstance(model, dict) and variable not in configs:
                     configs[variable] = self.load_config(variable, model)[0]
+                place = self._model_files.draft_place(spec) if isinstance(spec, dict) else None
+                if place is not None:
+                    variable = f"vllm_instances.{name}.speculative"
+                    configs[variable] = self.load_config(variable, place)[0]
         facts = {host: vars(view) for host, view in self.facts.items()}
         problems = [vars(problem) for problem in self.problems]
         return [hosts, written, self.names, self.groups, facts, configs, self.extra, problems]

@@ -18,7 +18,7 @@ from ..planner.plan import natural_key, plan
 from ..planner.report import render_report
 from ..planner.serve_args import serve_args, versions
 from .contract import CONTRACT, SITE
-from .model_files import check_model, model_path
+from .model_files import check_model, draft_place, model_path
 from .validate import Problem, not_set, show
 
 # Variables of the role ray that the plan reads, with their defaults there: ports that Ray listens on.
@@ -326,6 +326,7 @@ class Builder:
                 "environment": engine.spec.get("environment") or {},
                 "variant": variant,
                 "vllm_version": version,
+                "draft_config": self._draft_config(engine),
             }
             try:
                 engine.plan = plan(engine.config, nodes, **engine.request)
@@ -337,6 +338,20 @@ class Builder:
             self.warnings += [f"{engine.name}: {text}" for text in engine.plan["warnings"]]
             planned.append(engine)
         return planned
+
+    def _draft_config(self, engine: Engine) -> dict[str, Any] | None:
+        """The config.json of the model that the drafter is, where it is one of its own."""
+        place = draft_place(engine.spec)
+        if place is None:
+            return None
+        config, problems = self.load_config(f"{engine.variable}.speculative", place)
+        if problems:
+            name = str(place.get("repo") or place.get("path"))
+            self.warnings.append(
+                f"{engine.name}: the memory of the drafter {name} is not priced, since the controller has no "
+                f"config.json of it: put it at model_configs/{name.strip('/').replace('/', '__')}.json beside the inventory"
+            )
+        return config
 
     def _fabric(self, host: str) -> str:
         return str(self.values.get(host, {}).get("fabric_type") or "tcp")

@@ -58,6 +58,18 @@ def check_model(variable: str, model: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def draft_place(spec: Mapping[str, Any]) -> dict[str, str] | None:
+    """Where the model of `speculative` is: a folder or a repository; None where the drafter is none of its own."""
+    speculative = spec.get("speculative")
+    name = speculative.get("model") if isinstance(speculative, Mapping) else None
+    if not isinstance(name, str) or not name:
+        return None
+    if name.startswith("/"):
+        # The name of the file beside the inventory has no leading underscores.
+        return {"path": name, "repo": name.strip("/")}
+    return {"repo": name} if _REPO.match(name) else None
+
+
 def find_config(
     variable: str, model: Mapping[str, Any], inventory_dir: Path | None
 ) -> tuple[dict[str, Any] | None, list[Problem]]:

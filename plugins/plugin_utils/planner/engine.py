@@ -118,6 +118,8 @@ def parse_engine(flags: Mapping[str, Any] | None) -> Engine:
         decode_context=_integer(flags, "decode_context_parallel_size", 1) or 1,
         layer_partition=_partition(flags.get("pp_layer_partition")),
         draft_tensor=_integer(speculative, "draft_tensor_parallel_size", None, prefix="speculative_config."),
+        eplb=bool(_boolean(flags, "enable_eplb", False)),
+        redundant_experts=_redundant_experts(flags.get("eplb_config")),
     )
     utilization = _float(flags, "gpu_memory_utilization", None, 0.0, 1.0)
     if utilization == 0:
@@ -153,6 +155,19 @@ def parse_engine(flags: Mapping[str, Any] | None) -> Engine:
         max_lora_rank=_integer(flags, "max_lora_rank", 16) or 16,
         flags=flags,
     )
+
+
+def _redundant_experts(config: Any) -> int:
+    if isinstance(config, str):
+        config = _json(config, "eplb_config")
+    if config is None:
+        return 0
+    if not isinstance(config, Mapping):
+        raise PlannerError(f"eplb_config = {_short(config)} is not a mapping.", key="eplb_config")
+    number = config.get("num_redundant_experts")
+    if number == 0 and not isinstance(number, bool):
+        return 0
+    return _integer(config, "num_redundant_experts", None, prefix="eplb_config.") or 0
 
 
 def _short(value: Any) -> str:

@@ -17,6 +17,7 @@ from .kv_cache import KVPlan, KVResult, capability_of, checkpoint_kv_dtype, kv_p
 from .mixers import draft_mixers, mixers
 from .model import Model, merge, parse_config
 from .overhead import StageOverhead, batch_defaults, runner, stage_overheads, utilization, visible_gib
+from .request import check_plain
 from .rules import check
 from .weights import StageWeights, stage_weights
 
@@ -52,6 +53,13 @@ def estimate(
     `gpu` is a mapping of name and memory_total_mib, or a list of one a pipeline stage. `draft_config` is the
     config.json of the model that `speculative_config` names.
     """
+    for key, value in (
+        ("model_config", config),
+        ("engine", engine),
+        ("hf_quant_config", hf_quant_config),
+        ("draft_config", draft_config),
+    ):
+        check_plain(value, key)
     flags = dict(engine or {})
     overrides = flags.get("hf_overrides")
     if overrides is not None and not isinstance(overrides, Mapping):
@@ -113,7 +121,7 @@ def estimate_model(
                 f"a total capacity of {visible_gib(card):.2f} GiB."
             )
             break
-    return _result(engine, plan, sized, error, cards=cards, loaded=loaded, overheads=overheads, free=free)
+    return _result(engine, plan, sized, error, cards=cards, loaded=loaded, overheads=overheads, free=free, draft=draft)
 
 
 def _of_kind(
@@ -175,6 +183,7 @@ def _result(
     loaded: Sequence[float],
     overheads: Sequence[StageOverhead],
     free: Sequence[float],
+    draft: Model | None,
 ) -> dict[str, Any]:
     stages = range(len(cards))
     # Stages without a cache of their own (all their layers are without) can't be the tightest by blocks.
@@ -192,6 +201,9 @@ def _result(
             )
     doubt = overheads[tightest].spread_gib + _WEIGHTS_DOUBT * loaded[tightest]
     notes = [note for part in overheads for note in part.notes]
+    unpriced = _unpriced_drafter(engine) if draft is None else ""
+    if unpriced:
+        notes.append(f"the drafter {unpriced} is not priced: its config.json was not given")
     margin = max(_LEAST_MARGIN, doubt / free[tightest]) if free[tightest] > 0 else 1.0
     if engine.version < OLDEST_VERSION:
         notes.append(f"the rules of vLLM {'.'.join(map(str, OLDEST_VERSION))} are applied to this older version")
@@ -226,6 +238,14 @@ def _assumptions(engine: Engine, cards: Sequence[Card]) -> list[str]:
     ]
     version = ".".join(map(str, engine.version))
     return [*notes, f"the rules are those of vLLM {version}", "no other process uses the card"]
+
+
+def _unpriced_drafter(engine: Engine) -> str:
+    """The model that the drafter is read from, unless its layers are part of the model itself."""
+    method = str(engine.speculative.get("method") or "draft_model")
+    name = engine.speculative.get("model")
+    own = "mtp" in method or method in ("ngram", "ngram_gpu", "suffix")
+    return str(name)[:100] if name and not own else ""
 
 
 def _refused(error: str) -> dict[str, Any]:

@@ -37,6 +37,16 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
+# Files of Gemma 3 hold only what differs from Gemma3TextConfig, heads and vocabulary left out.
+_CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    }
+}
 # What vLLM assumes when the config names no length at all.
 _DEFAULT_CONTEXT = 2048
 
@@ -136,7 +146,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         inner = thinker
     for key in _TEXT_KEYS:
         candidate = inner.get(key)
-        if isinstance(candidate, Mapping) and _first(candidate, _HEADS) is not None:
+        if not isinstance(candidate, Mapping):
+            continue
+        kind = candidate.get("model_type")
+        if isinstance(kind, str) and kind in _CLASS_DEFAULTS:
+            return {**_CLASS_DEFAULTS[kind], **{key: item for key, item in candidate.items() if item is not None}}
+        if _first(candidate, _HEADS) is not None:
             return candidate
     return inner
 

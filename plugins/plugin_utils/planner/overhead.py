@@ -697,13 +697,13 @@ def _profiles_encoder(run: _Run) -> bool:
         return False
     if run.engine.flags.get("skip_mm_profiling") or run.engine.flags.get("mm_encoder_only"):
         return False
-    limits = _limits(run.engine)
+    limits = mm_limits(run.engine)
     if limits and all(value == 0 for value in limits.values()):
         return False
     return run.runner == "v1" or run.engine.at_least(0, 27)
 
 
-def _limits(engine: Engine) -> Mapping[str, Any]:
+def mm_limits(engine: Engine) -> Mapping[str, Any]:
     """`--limit-mm-per-prompt`, which may be given as JSON."""
     limits = engine.flags.get("limit_mm_per_prompt")
     if isinstance(limits, str) and len(limits) <= 1000:

@@ -16,7 +16,7 @@ from .model import Model, merge, parse_config
 from .placement import Node, Placed, by_node, declared, names, natural_key, pack, parse_nodes, short
 from .pricing import Knobs, shape
 from .refusal import no_layout, refusal
-from .request import Request, parse_request
+from .request import Request, check_plain, parse_request
 from .rules import Layout, remarks, require, require_engine, split_layers
 from .search import FLOOR, RESERVE, Fleet, Search
 
@@ -26,6 +26,9 @@ __all__ = ["natural_key", "plan", "plan_model"]
 def plan(config: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], **request: Any) -> dict[str, Any]:
     """The filter's entry: model config and nodes in, flags and placement out."""
     try:
+        check_plain(config, "model")
+        for key, value in request.items():
+            check_plain(value, key)
         asked = parse_request(request)
         overrides = asked.flags.get("hf_overrides")
         hf_quant_config = request.get("hf_quant_config")
@@ -252,7 +255,7 @@ def _explain(
     if engines > 1 and request.data is None:
         reasons.append(
             f"{engines} engines: as many as the GPUs hold"
-            if request.objective == "throughput" or request.concurrency is None
+            if request.objective != "latency"
             else f"{engines} engines: one alone would not hold {request.concurrency} sequences"
         )
     elif search.fixed == 1 and request.data is None and request.objective == "throughput":
@@ -324,7 +327,7 @@ def _flags(search: Search, fleet: Fleet, knobs: Knobs, engines: int) -> list[str
     reasons = []
     if request.max_num_seqs is not None:
         reasons.append(f"max_num_seqs {knobs.seqs} as given in args")
-    elif request.concurrency and schedulers > 1:
+    elif request.concurrency and knobs.seqs < request.concurrency:
         reasons.append(
             f"max_num_seqs {knobs.seqs}: {request.concurrency} sequences over {schedulers} schedulers, and a quarter "
             "more because balancing is uneven"

@@ -12,7 +12,7 @@ from typing import Any
 from . import estimate as memory
 from .engine import Card, parse_engine
 from .errors import PlannerError, UnsupportedArchitectureError
-from .model import Model
+from .model import Model, parse_config
 from .overhead import batch_defaults, visible_gib
 from .request import Request
 from .rules import Layout
@@ -62,6 +62,7 @@ class Pricer:
     def __init__(self, model: Model, request: Request) -> None:
         self.model = model
         self.request = request
+        self.draft = parse_config(request.draft_config) if request.draft_config else None
         self.engine = parse_engine(self.base_flags)
         self.length = request.context_length or model.default_context
         if request.objective == "capacity" and request.context_length is None:
@@ -98,7 +99,7 @@ class Pricer:
     def _estimate(self, cards: tuple[Card, ...], flags: Mapping[str, Any]) -> Mapping[str, Any]:
         listed = [{"name": card.name, "memory_total_mib": card.memory_total_mib} for card in cards]
         try:
-            return memory.estimate_model(self.model, listed[0] if len(set(cards)) == 1 else listed, flags)
+            return memory.estimate_model(self.model, listed[0] if len(set(cards)) == 1 else listed, flags, self.draft)
         except UnsupportedArchitectureError:
             raise
         except PlannerError as error:

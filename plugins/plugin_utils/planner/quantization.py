@@ -258,6 +258,8 @@ def quantizer(model: Model, structure: Structure, engine: Engine) -> Quantizer:
     if section is None:
         return Quantizer(structure) if asked is None else _online(structure, asked)
     method = str(section.get("quant_method") or "").lower().replace("_", "-")
+    if method in ("fp8", "deepseek-v4-fp8") and (model.model_type == "deepseek_v4" or asked == "deepseek_v4_fp8"):
+        return _deepseek_v4(structure, section, model.text.get("expert_dtype"))
     if not method and "quant_algo" in section:
         method = "modelopt"
     if method.startswith("modelopt") or str(section.get("producer", {})).find("modelopt") >= 0:
@@ -357,6 +359,19 @@ def _fp8(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     names = _rename(structure, _strings(section, "ignored_layers", "modules_to_not_convert"))
     found = Quantizer(structure, "fp8", scheme, skips=_exact(structure, names))
     _group(found, names, whole=True)
+    return found
+
+
+def _deepseek_v4(structure: Structure, section: Mapping[str, Any], experts: Any) -> Quantizer:
+    """`vllm/models/deepseek_v4/quant_config.py`: block FP8, but the routed experts as `expert_dtype` says."""
+    found = _fp8(structure, section)
+    if experts not in (None, "fp4", "fp8"):
+        raise ModelConfigError(
+            f"config.json: expert_dtype = {short(experts)} is neither fp4 nor fp8", key="expert_dtype"
+        )
+    if experts != "fp8":
+        nvfp4 = str(section.get("moe_quant_algo") or "").upper() == "NVFP4"
+        found.experts_scheme = Scheme("nvfp4", 4, 16) if nvfp4 else Scheme("mxfp4", 4, 32)
     return found
 
 

@@ -98,7 +98,11 @@ def _fits(search: Search, layout: Layout, cards: tuple[Card, ...], knobs: Knobs,
 def _wider(search: Search, trial: Trial) -> Layout | None:
     """The smallest larger engine that fits: more GPUs in a node up to eight, then more nodes of eight."""
     base = trial.layout
-    sizes = [size for size in sorted(tensor_sizes(search.model, 8)) if size % base.decode_context == 0]
+    sizes = [
+        size
+        for size in sorted(tensor_sizes(search.model, 8, expert=search.model.is_moe))
+        if size % base.decode_context == 0
+    ]
     if search.request.tensor:
         sizes = [search.request.tensor]
     stages = [1] if search.request.pipeline is None else [search.request.pipeline]

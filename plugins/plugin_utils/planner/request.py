@@ -28,9 +28,14 @@ _KEYS = frozenset(
         "vllm_version",
         "variant",
         "hf_quant_config",
+        "draft_config",
     }
 )
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
+# Beyond these a value is no configuration: it could not even be printed, or only cost time.
+_MAX_BITS = 1024
+_MAX_DEPTH = 100
+_MAX_VALUES = 2_000_000
 
 
 @dataclass
@@ -52,6 +57,8 @@ class Request:
     layer_partition: tuple[int, ...] | None = None
     vllm_version: str = DEFAULT_VERSION
     cpu: bool = False
+    # config.json of the model that `speculative` names.
+    draft_config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -62,6 +69,31 @@ class Request:
     def decode_context(self) -> int:
         value = self.flags.get("decode_context_parallel_size")
         return integer(value, "args.decode-context-parallel-size") or 1
+
+
+def check_plain(value: Any, key: str) -> None:
+    """Raise unless a value is what JSON can hold, with numbers that can be printed and a bounded depth and size."""
+    level, seen = [value], 0
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        seen += len(level)
+        if seen > _MAX_VALUES:
+            raise PlannerError(f"{key} holds more than {_MAX_VALUES} values.", key=key)
+        for item in level:
+            if isinstance(item, Mapping):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, list | tuple):
+                below += item
+            elif isinstance(item, int):
+                if item.bit_length() > _MAX_BITS:
+                    raise PlannerError(f"{key} holds a number of more than {_MAX_BITS} bits.", "Correct it.", key)
+            elif item is not None and not isinstance(item, str | float):
+                raise PlannerError(f"{key} holds a {type(item).__name__}, which JSON can't say.", key=key)
+        if not below:
+            return
+        level = below
+    raise PlannerError(f"{key} is nested more than {_MAX_DEPTH} deep.", key=key)
 
 
 def parse_request(values: Mapping[str, Any]) -> Request:
@@ -92,6 +124,7 @@ def parse_request(values: Mapping[str, Any]) -> Request:
     partition = _partition(environment)
     pipeline = integer(parallelism.get("pipeline"), "parallelism.pipeline")
     request = Request(
+        draft_config=_mapping(values, "draft_config"),
         objective=_choice(values.get("objective"), "objective", OBJECTIVES),
         context_length=None if context in (None, "auto") else integer(context, "context_length"),
         concurrency=integer(values.get("concurrency"), "concurrency"),

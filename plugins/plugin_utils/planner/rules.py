@@ -134,9 +134,9 @@ def holds(model: Model, layout: Layout) -> bool:
     return not any(True for rule in _RULES for _ in rule(model, layout))
 
 
-def tensor_sizes(model: Model, limit: int) -> list[int]:
-    """Every tensor-parallel size up to `limit` that breaks no rule, largest first."""
-    return [size for size in range(limit, 0, -1) if holds(model, Layout(tensor=size))]
+def tensor_sizes(model: Model, limit: int, *, expert: bool = False) -> list[int]:
+    """Every tensor-parallel size up to `limit` that breaks no rule, largest first; `expert`: experts stay whole."""
+    return [size for size in range(limit, 0, -1) if holds(model, Layout(tensor=size, expert=expert))]
 
 
 def padded_vocab(model: Model) -> int:

@@ -100,7 +100,9 @@ class Search(Pricer):
         if self.request.tensor:
             return [self.request.tensor]
         size = self.request.decode_context
-        return [tensor for tensor in tensor_sizes(self.model, self.room) if tensor % size == 0]
+        # Sizes that would cut an expert wrongly are sizes all the same where experts stay whole.
+        whole = self.model.is_moe and self.request.expert is not False
+        return [tensor for tensor in tensor_sizes(self.model, self.room, expert=whole) if tensor % size == 0]
 
     @cached_property
     def _redundant(self) -> int:

@@ -16,8 +16,11 @@ from .mixers import Mixer, architecture_of, generative_name, mixers
 from .model import Model, text_config
 
 _MAX_SIZE = 1 << 32
+_FLASHINFER_HEADS = (64, 128, 256, 512)
 _MODEL_DTYPE = ""
 _FLOAT32 = "float32"
+# float32 in eager mode, where FlashInfer's kernel turns Q and K; else the model's.
+EAGER_FLOAT32 = "float32 if eager"
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,12 @@ class Tower:
     # Held whole by each tensor rank in any case.
     replicated: bool = False
     prefix: str = "visual."
+    # What the names of its layers begin with.
+    layers: str = "blocks."
+    # Elements of the model's dtype that it keeps for each token of the largest batch.
+    token_elements: int = 0
+    # Left out when limit_mm_per_prompt is zero for all of these (models/interfaces.py: _mark_tower_model).
+    modalities: tuple[str, ...] = ("image", "video")
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,10 @@ class Structure:
     # The MTP layers inside the checkpoint, loaded only for speculation.
     mtp: Layer = ()
     mtp_layers: int = 0
-    # Bytes of a buffer for each token of the largest batch (the indexer's top-k).
-    token_bytes: int = 0
+    # Elements of the model's dtype that a buffer keeps for each token of the largest batch.
+    token_elements: int = 0
+    # The same on the last stage alone, from 0.33 on only with a drafter.
+    last_token_elements: int = 0
     # Replacements that turn names in the checkpoint into vLLM's (WeightsMapper).
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -306,9 +317,10 @@ def build(model: Model) -> Structure:
 @lru_cache(maxsize=1)
 def _families() -> Mapping[str, Family]:
     """The families of this file and of those that build on it."""
-    from . import families_dense, families_encoder  # noqa: PLC0415 - they use this module
+    from . import families_dense, families_encoder, families_latent, families_vision  # noqa: PLC0415 - they use this
 
-    return {**_FAMILIES, **families_dense.FAMILIES, **families_encoder.FAMILIES}
+    parts = (families_dense, families_encoder, families_latent, families_vision)
+    return {**_FAMILIES, **{name: family for part in parts for name, family in part.FAMILIES.items()}}
 
 
 def _architecture_by_type(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
@@ -609,7 +621,10 @@ def _gemma3(source: Source, architecture: str) -> Structure:
     """Two rotary tables: one for windowed layers, one for the others (models/gemma3.py)."""
     structure = _decoder(source, architecture, replace(_GEMMA, norms=4, qk_norm="head", rotary=False))
     head_dim = mixers(source.config)[0].head_dim
-    tables = (_rotary(source, head_dim, kind="full_attention"), _rotary(source, head_dim, kind="sliding_attention"))
+    # A scaling without a kind of layer is the global layers' own.
+    plain = {key: value for key, value in source.text.items() if key != "rope_scaling"}
+    local = Source(source.config, plain)
+    tables = (_rotary(source, head_dim, kind="full_attention"), _rotary(local, head_dim, kind="sliding_attention"))
     return replace(structure, every=tables)
 
 
@@ -709,13 +724,11 @@ def _mla(source: Source, architecture: str) -> Structure:
         return sparse, items
 
     layers = _layers(source, make)
-    structure = Structure(
-        architecture,
-        "model.layers.",
-        layers,
-        every=(_rotary(source, rope),),
-        token_bytes=4 * source.size("index_topk") if source.has("index_topk") else 0,
-    )
+    # layers/rotary_embedding/deepseek_scaling_rope.py: any scaling makes it DeepSeek's own kind.
+    kind = _rope_parameters(source)
+    scaled = str(kind.get("rope_type", kind.get("type", "default"))) != "default"
+    table = _rotary(source, rope, EAGER_FLOAT32 if scaled and rope in _FLASHINFER_HEADS else _MODEL_DTYPE)
+    structure = Structure(architecture, "model.layers.", layers, every=(table,))
     count = source.size("num_nextn_predict_layers", default=0, minimum=0)
     if count:
         own = [*attention(replace(mixers(source.config)[-1], index_shared=False)), _norms(source, style)]
@@ -971,7 +984,9 @@ def _qwen_tower(source: Source, *, deepstack: bool) -> Tower:
         Linear("mlp.linear_fc1", hidden, (wide,), "column", bias=True, lora=False),
         Linear("mlp.linear_fc2", wide, (hidden,), "row", bias=True, lora=False),
     )
-    return Tower(tuple(items), block, size_of(vision, ("depth",), 27), heads)
+    # Features of lower layers wait in a buffer for the language model to take them.
+    buffer = min(count, 64) * source.hidden
+    return Tower(tuple(items), block, size_of(vision, ("depth",), 27), heads, token_elements=buffer)
 
 
 _RENAMED = (

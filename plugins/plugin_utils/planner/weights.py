@@ -9,6 +9,7 @@ from .engine import Card, Engine
 from .errors import PlannerError
 from .families_encoder import is_pooling
 from .model import Model
+from .overhead import batch_defaults, mm_limits
 from .quantization import (
     BYTES,
     NONE,
@@ -51,6 +52,8 @@ class _Split:
     chip: int
     loras: int = 0
     rank: int = 0
+    # Of the largest batch.
+    tokens: int = 0
 
 
 def stage_weights(
@@ -103,6 +106,7 @@ def _split(model: Model, engine: Engine, card: Card | None) -> _Split:
         chip=capability(card),
         loras=engine.max_loras,
         rank=engine.max_lora_rank,
+        tokens=batch_defaults(engine, card, model)[1] if card else engine.max_num_batched_tokens or _BATCHED_TOKENS,
     )
 
 
@@ -143,19 +147,23 @@ def _stages(structure: Structure, rules: Quantizer, split: _Split, engine: Engin
             totals[stage] += table
         if stage == stages - 1 or structure.head_everywhere:
             totals[stage] += own_head
-    batch = engine.max_num_batched_tokens or _BATCHED_TOKENS
-    totals = [total + structure.token_bytes * batch for total in totals]
-    towers = 0.0 if engine.language_model_only else sum(_tower_bytes(structure, rules, split, engine))
-    return [total + towers for total in totals], counts
+    buffer = structure.token_elements * split.tokens * split.width
+    if engine.speculative or not engine.at_least(0, 33):
+        totals[-1] += structure.last_token_elements * split.tokens * split.width
+    towers = sum(_tower_bytes(structure, rules, split, engine))
+    return [total + buffer + towers for total in totals], counts
 
 
 def _tower_bytes(structure: Structure, rules: Quantizer, split: _Split, engine: Engine) -> Iterable[float]:
     data = engine.flags.get("mm_encoder_tp_mode") == "data"
+    limits = mm_limits(engine)
     for tower in structure.towers:
+        if engine.language_model_only or all(limits.get(name) == 0 for name in tower.modalities):
+            continue
         whole = data or tower.replicated or (tower.heads > 0 and tower.heads % split.tensor != 0)
         own = _Split(1 if whole else split.tensor, 1, 1, 0, split.width, split.chip)
         yield _items(tower.items, tower.prefix, rules, own) + tower.depth * _items(
-            tower.block, f"{tower.prefix}blocks.0.", rules, own
+            tower.block, f"{tower.prefix}{tower.layers}0.", rules, own
         )
 
 

@@ -496,3 +496,29 @@ def test_data_parallel_ranks_over_nodes_meet_without_ray() -> None:
     assert (first["role"], second["role"]) == ("api", "headless")
     # These ranks give the meeting port up once they have met, so nothing watches it.
     assert second["meeting_port"] is None
+
+
+def test_the_drafter_is_priced_where_its_config_is_known(tmp_path: Path) -> None:
+    hosts = lab(
+        parallelism=None, executor=None, nodes=["n2"], speculative={"method": "draft_model", "model": "org/small"}
+    )
+    for host in hosts.values():
+        host |= {"python_env_variant": "cu130", "python_env_vllm_version": "0.33.0"}
+        host["vllm_instances"]["tiny"]["speculative"]["num_speculative_tokens"] = 2
+        host["vllm_instances"]["tiny"]["model"]["config"] = str(FIXTURES / "dense_8b.json")
+        host["vllm_instances"]["tiny"]["context_length"] = 4096
+    hosts["n2"]["gpus"] = {"count": 1, "name": "NVIDIA H200", "memory_total_mib": 143771}
+
+    def figures(folder: Path) -> tuple[float, list[str]]:
+        checked = validate(hosts, {name: {"type": "int"} for name in RAY_PORTS})
+        plan, problems = build(checked.values, GROUPS, lambda variable, model: find_config(variable, model, folder))
+        assert [*checked.problems, *problems] == []
+        return plan["instances"]["tiny"]["plan"]["estimate"]["weights_gib"], plan["warnings"]
+
+    without_draft, warnings = figures(tmp_path)
+    assert any("org/small is not priced" in text for text in warnings)
+    (tmp_path / "model_configs").mkdir()
+    (tmp_path / "model_configs/org__small.json").write_text((FIXTURES / "dense_8b.json").read_text("utf-8"), "utf-8")
+    with_draft, warnings = figures(tmp_path)
+    assert with_draft > without_draft + 10
+    assert not any("org/small" in text for text in warnings)

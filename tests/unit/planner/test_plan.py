@@ -213,3 +213,47 @@ def test_a_thousand_nodes_are_planned_quickly(model_config) -> None:
     result = plan(model_config("dense_72b"), listed)
     assert time.perf_counter() - started < 2
     assert len(result["replicas"]) == 4000
+
+
+def test_latency_keeps_experts_whole_where_shards_would_break_a_rule(model_config) -> None:
+    config = {**model_config("moe_128_experts"), "moe_intermediate_size": 772}
+    result = plan(config, nodes(8), objective="latency")
+    assert (result["tensor_parallel_size"], result["enable_expert_parallel"]) == (8, True)
+
+
+@pytest.mark.parametrize(
+    "value", [10**5000, b"x", {"a": {1, 2}}, [[[10**5000]]]], ids=["huge", "bytes", "set", "nested"]
+)
+def test_what_json_cannot_say_is_refused(model_config, value) -> None:
+    for key in ("hf_quant_config", "speculative", "environment", "vllm_version"):
+        with pytest.raises(PlannerError):
+            plan(model_config("dense_8b"), nodes(1), **{key: value})
+    with pytest.raises(PlannerError):
+        plan({**model_config("dense_8b"), "model_type": value}, nodes(1))
+
+
+def test_a_deep_config_is_refused(model_config) -> None:
+    deep: dict = {}
+    for _ in range(500):
+        deep = {"a": deep}
+    with pytest.raises(PlannerError, match="deep"):
+        plan({**model_config("dense_8b"), "extra": deep}, nodes(1))
+
+
+def test_unequal_gpus_get_layers_by_their_memory(model_config) -> None:
+    a100 = {"name": "NVIDIA A100-SXM4-40GB", "memory_total_mib": 40960}
+    listed = [{"name": "n1", "gpus": [H100]}, {"name": "n2", "gpus": [a100]}, {"name": "n3", "gpus": [a100]}]
+    result = plan(model_config("dense_72b"), listed, context_length=4096)
+    split = result["pp_layer_partition"]
+    assert sum(split) == 80
+    assert split[0] > max(split[1:])
+    # Ray would not keep the order of the nodes.
+    assert result["distributed_executor_backend"] == "mp"
+    assert result["estimate"]["fits"]
+
+
+def test_experts_are_spread_over_data_parallel_ranks(model_config) -> None:
+    result = plan(model_config("moe_128_experts"), nodes(8), objective="throughput")
+    assert (result["data_parallel_size"], result["tensor_parallel_size"]) == (8, 1)
+    assert result["enable_expert_parallel"]
+    assert len(result["replicas"]) == 1
