@@ -26,7 +26,7 @@ lint() {
     step "generated documents" scripts/docs.sh --check
 }
 
-unit() { step "unit tests" python -m pytest tests/unit; }
+unit() { step "unit tests, accuracy" python -m pytest tests/unit tests/accuracy; }
 
 integration() { step "integration tests" python -m pytest tests/integration; }
 

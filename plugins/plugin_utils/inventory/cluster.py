@@ -346,10 +346,10 @@ class Builder:
             return None
         config, problems = self.load_config(f"{engine.variable}.speculative", place)
         if problems:
-            name = str(place.get("repo") or place.get("path"))
+            name = place["repo"]
             self.warnings.append(
                 f"{engine.name}: the memory of the drafter {name} is not priced, since the controller has no "
-                f"config.json of it: put it at model_configs/{name.strip('/').replace('/', '__')}.json beside the inventory"
+                f"config.json of it: put it at model_configs/{name.replace('/', '__')}.json beside the inventory"
             )
         return config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,10 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
+# Classes that have no dense form: a file of theirs that names no experts is incomplete.
+_EXPERTS_REQUIRED = re.compile(
+    r"Moe|MoE|MOE|Mixtral|GptOss|DeepseekV[234]|GlmMoe|MistralLarge3|KimiK2|KimiK3|MiniMaxM|Step3p7"
+)
 # Files of Gemma 3 hold only what differs from Gemma3TextConfig, heads and vocabulary left out.
 _CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "gemma3_text": {
@@ -168,7 +173,7 @@ def parse_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] |
     # Some configs write 0 or null where they mean "derive it".
     head_dim = _count(text, ("head_dim", "hidden_size_per_head"), "head size", default=0, minimum=0)
     intermediate = _count(text, _INTERMEDIATE, "intermediate size", default=4 * hidden)
-    experts = _count(text, _EXPERTS, "experts", default=0, minimum=0)
+    experts = _experts(config, text)
     moe_intermediate = (
         _count(text, ("moe_intermediate_size",), "expert size", default=intermediate) if experts else intermediate
     )
@@ -216,6 +221,22 @@ def parse_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] |
         config=config,
         quantization_beside=hf_quant_config,
     )
+
+
+def _experts(config: Mapping[str, Any], text: Mapping[str, Any]) -> int:
+    """How many experts an MoE layer routes to; 0 for dense models, whose files may say so with a null."""
+    if _first(text, _EXPERTS) is not None:
+        return _count(text, _EXPERTS, "experts", minimum=0)
+    # params.json of Mistral's own format.
+    inner = text.get("moe")
+    if isinstance(inner, Mapping) and inner.get("num_experts") is not None:
+        return _count(inner, ("num_experts",), "experts", minimum=0)
+    names = config.get("architectures")
+    name = names if isinstance(names, str) else names[0] if isinstance(names, Sequence) and names else ""
+    if isinstance(name, str) and _EXPERTS_REQUIRED.search(name) and not any(key in text for key in _EXPERTS):
+        key = "n_routed_experts" if re.search(r"Deepseek|GlmMoe|Glm4Moe|MistralLarge|Kimi", name) else "num_experts"
+        raise ModelConfigError(f"config.json has no {key}, which {name:.80} needs", key=key)
+    return 0
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any] | None:

@@ -392,6 +392,12 @@ def _activation(run: _Run, layers: Sequence[Mixer], start: int, first: bool, las
             notes.append("the vision tower is profiled with the largest input of its family")
     layer = max(_layer(run, mixer, start, has_experts) for mixer in kinds or {_NO_MIXER})
     forward = stays + encoded + layer + (0.0 if _only_own_kernels(run, kinds, has_experts) else blas)
+    if last and _method(run.engine) == "mtp":
+        # Embedding, its norm, the norm of the target's output and their projection (models/deepseek_mtp.py).
+        forward += 4 * hidden
+    if run.runner == "v2" and (not first or run.model.multimodal):
+        # The layers' input lies in a buffer of the runner, which was there before the run.
+        forward -= hidden
     phases = {"a layer": forward, "the vision tower": tower}
     if last and not is_pooling(run.model, run.engine):
         phases["the sampler's warm-up"] = stays + encoded + blas + hidden + _sampler(run)
@@ -426,6 +432,10 @@ def _layer(run: _Run, mixer: Mixer, start: int, has_experts: bool) -> float:
     parts = [0.0]
     if run.model.dense_layers > start or not run.model.is_moe:
         width = _mlp_copies(run) * run.model.intermediate / tensor
+        quantization = run.model.quantization
+        if quantization is not None and quantization.method == "fp8" and quantization.block and run.chip.hopper:
+            # DeepGEMM reads the activation in one byte, with a float32 scale for each block beside it.
+            width += run.model.intermediate / tensor * (1 + 4 / quantization.block[1]) / run.item
         if not run.engine.enforce_eager:
             parts += [width + 2.0 * hidden + query, 5.0 * hidden + query + fused if tensor > 1 else 0.0]
         elif _rebinds(run.model):
@@ -572,9 +582,9 @@ def _reserved(run: _Run, kinds: set[Mixer]) -> tuple[float, float]:
     for mixer in kinds:
         if mixer.kind != "mla":
             continue
-        if mixer.index_kind == "dsa":
+        if mixer.index_kind in ("dsa", "deepseek_v4"):
             beside = max(beside, 4.0 * run.tokens * run.sizes["index_topk"])
-            if run.chip.hopper:
+            if mixer.index_kind == "dsa" and run.chip.hopper:
                 heads = max(1, mixer.heads // run.tensor)
                 size = float(run.tokens) * heads * mixer.head_dim * 2
                 if run.engine.kv_cache_dtype.startswith("fp8"):
@@ -654,7 +664,9 @@ def _sampler(run: _Run) -> float:
     v1 (gpu_model_runner.py: _dummy_sampler_run): logits in the model's dtype, their float32 copy, probabilities and
     noise: 14 bytes a logit in bf16, plus one row a multiprocessor for the top-k/top-p kernel
     (sample/ops/topk_topp_triton.py). Exact to 0.01 GiB on 0.19 (1.89, 2.21) and 0.26 (2.68, 2.87, 2.39) rows. With a
-    drafter the rejection sampler runs over twice the rows and samples the bonus token beside them.
+    drafter the rejection sampler runs over a drafted and a bonus token a sequence (sample/rejection_sampler.py): the
+    doubled logits, the target's in float32 and their copy, probabilities, noise and its reciprocal, and the bonus
+    token's float32 row: 30 bytes a logit in bf16, exact on an H200 row of 0.26 (8.05 GiB).
     v2 (gpu/model_runner.py): greedy rows without filters. The float32 copy exists up to 0.25; 0.26 works in place; from
     0.27 the copy is made for requests that need it, and from 0.33 a second pass warms all of that up, with top-k and
     top-p from FlashInfer.
@@ -674,7 +686,7 @@ def _sampler(run: _Run) -> float:
         # Logits that are float32 already need no copy.
         total = plain + (12 if run.item == 2 else 8) * rows + kernel
         if run.engine.speculative:
-            total += 2 * plain
+            total = 3 * plain + (24 if run.item == 2 else 20) * rows + kernel
         return inputs + max(total, gathered)
     if run.engine.at_least(0, 33):
         return inputs + max(plain + 12 * rows, gathered)
@@ -740,7 +752,9 @@ def _vision(run: _Run) -> tuple[float, float]:
     live = 3 * width + max(6 * width, 2 * inner) / shard
     patch = _integer(vision, "patch_size") or 14
     pixels = 3 * min(patch, 64) ** 2 * max(1, min(4, _integer(vision, "temporal_patch_size", 1)))
-    return outputs, float(patches) * (live + pixels) * run.item + outputs
+    # profile_run holds the batch of dummy items until it ends: 0.1875 GiB for one image on three H200 rows of 0.26.
+    held = float(patches) * pixels * run.item
+    return outputs + held, float(patches) * live * run.item + held + outputs
 
 
 def _patches_per_token(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
@@ -833,7 +847,9 @@ def _graphs(run: _Run, layers: Sequence[Mixer]) -> float:
     if not sizes:
         return 0.0
     if run.runner == "v1":
-        states = _GRAPH_STATES_GIB if any(mixer.is_state for mixer in set(layers)) else 0.0
+        # 1.06 GiB for 64 layers of a dense hybrid, 0.55 for 40 layers of one with experts (H200, 0.26).
+        hybrid = any(mixer.is_state for mixer in set(layers)) and not run.model.is_moe
+        states = _GRAPH_STATES_GIB if hybrid else 0.0
         return _GRAPH_BASE_GIB + states + _GRAPH_LAYER_GIB * len(layers) + 2 * (sizes - 1) / 1024
     if engine.at_least(0, 29):
         return _GRAPH_CAPTURED_GIB + _GRAPH_CAPTURED_SIZE_GIB * sizes

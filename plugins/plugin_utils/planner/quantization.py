@@ -107,7 +107,8 @@ def linear_bytes(scheme: Scheme, inputs: int, outputs: Sequence[int], width: int
         return count + 4 * sum(-(-part // rows) for part in outputs) * -(-inputs // columns)
     if kind == "int":
         groups = -(-inputs // scheme.group) if scheme.group else 1
-        zeros = groups * total * scheme.bits / 8 if scheme.zeros else 0
+        # Machete, which serves these layers on Hopper, keeps the zero points in the type of the activations.
+        zeros = groups * total * (width if chip == 90 else scheme.bits / 8) if scheme.zeros else 0
         return count * scheme.bits / 8 + groups * total * width + zeros + (8 * inputs if scheme.ordered else 0)
     if kind == "nvfp4":
         # Block scales are laid out in tiles of 128 by 4.
@@ -285,26 +286,38 @@ def _rename(structure: Structure, names: Sequence[str]) -> list[str]:
     return result
 
 
+_PLAIN_ROOT = re.compile(r"(?:[A-Za-z_]+\.)+(?=\d)")
+_INNER_NUMBER = re.compile(r"\.(\d+)(?=\.)")
 _LAYER_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def _group(target: Quantizer, names: Sequence[str], *, whole: bool) -> None:
     """Sort patterns by the layer that they name. `whole`: a name matches only as a whole, dots included."""
     prefix = target.structure.prefix
+    count = len(target.structure.layers)
     by_layer: dict[int, list[str]] = {}
     for name in names:
         match = _LAYER_NUMBER.search(name)
+        if match is None and name.startswith(prefix) and name.endswith("*") and name[len(prefix) : -1].isdigit():
+            # "model.layers.1*" holds for layers 1, 10 to 19 and so on.
+            for index in range(count):
+                if str(index).startswith(name[len(prefix) : -1]):
+                    by_layer.setdefault(index, []).append("*")
+            continue
         if match is not None:
-            by_layer.setdefault(int(match[1]) if len(match[1]) < 7 else -1, []).append(
-                name[: match.start(1)] + "#" + name[match.end(1) :]
-            )
-            if whole or name.startswith(prefix):
-                rest = name[match.end(1) :]
-                if whole or rest.startswith("."):
-                    continue
+            root, rest = name[: match.start(1)], name[match.end(1) :]
+            by_layer.setdefault(int(match[1]) if len(match[1]) < 7 else -1, []).append(f"{root}#{rest}")
+            if whole or (rest.startswith(".") and name.startswith(prefix)):
+                continue
         if match is not None or (any(letter.isdigit() for letter in name) and not whole):
-            target.every_layer = True
+            target.every_layer = target.every_layer or not _elsewhere(name, prefix)
     target.by_layer = {index: tuple(sorted(found)) for index, found in by_layer.items()}
+
+
+def _elsewhere(name: str, prefix: str) -> bool:
+    """Whether a pattern begins with plain names that lead past the decoder's layers ("mtp.layers.0*")."""
+    root = _PLAIN_ROOT.match(name)
+    return root is not None and not prefix.endswith(root[0]) and not root[0].startswith(prefix)
 
 
 def _shards(structure: Structure, name: str, parts: tuple[str, ...]) -> list[str]:
@@ -542,14 +555,33 @@ def _modelopt(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
 def _wildcards(structure: Structure, names: Sequence[str]) -> Callable[[str, tuple[str, ...], bool], bool]:
     """`modelopt.py: is_layer_excluded`: whole names, then substrings, then wildcards."""
     exact = _exact(structure, [name for name in names if "*" not in name])
-    parts_of_names = [name for name in names if "*" not in name]
-    wild = [name for name in names if "*" in name]
+    # A part that names a layer can only occur in the names of that layer.
+    anywhere: list[str] = []
+    of_layer: dict[str, list[str]] = {}
+    for name in names:
+        if "*" not in name:
+            number = _INNER_NUMBER.search(name)
+            (of_layer.setdefault(number[1], []) if number else anywhere).append(name)
+    # Most wildcards stand at the end alone; a regular expression of hundreds of them takes long to compile.
+    starts: list[str] = []
+    wild: list[str] = []
+    for name in names:
+        if "*" not in name:
+            continue
+        stem = name.rstrip("*")
+        if any(letter in stem for letter in "*?["):
+            wild.append(name)
+        else:
+            starts.append(stem)
+    beginnings = tuple(starts)
     pattern = re.compile("|".join(translate(re.sub(r"\*+", "*", name)) for name in wild)) if wild else None
 
     def skips(name: str, parts: tuple[str, ...], experts: bool) -> bool:
-        if exact(name, parts, experts) or any(part in name for part in parts_of_names):
+        if exact(name, parts, experts) or any(part in name for part in anywhere):
             return True
-        return pattern is not None and pattern.match(name) is not None
+        if any(part in name for number in _INNER_NUMBER.findall(name) for part in of_layer.get(number, ())):
+            return True
+        return name.startswith(beginnings) or (pattern is not None and pattern.match(name) is not None)
 
     return skips
 

@@ -23,7 +23,7 @@ from .quantization import (
     weight_bytes,
 )
 from .rules import split_layers
-from .structure import Experts, Item, Linear, Plain, Structure, Vocabulary, build, short
+from .structure import EAGER_FLOAT32, Experts, Item, Linear, Plain, Structure, Vocabulary, build, short
 
 _VOCABULARY_PADDING = 64
 # vLLM's default on cards of 70 GiB and more.
@@ -54,6 +54,7 @@ class _Split:
     rank: int = 0
     # Of the largest batch.
     tokens: int = 0
+    eager: bool = False
 
 
 def stage_weights(
@@ -106,6 +107,7 @@ def _split(model: Model, engine: Engine, card: Card | None) -> _Split:
         chip=capability(card),
         loras=engine.max_loras,
         rank=engine.max_lora_rank,
+        eager=engine.enforce_eager,
         tokens=batch_defaults(engine, card, model)[1] if card else engine.max_num_batched_tokens or _BATCHED_TOKENS,
     )
 
@@ -162,9 +164,9 @@ def _tower_bytes(structure: Structure, rules: Quantizer, split: _Split, engine: 
             continue
         whole = data or tower.replicated or (tower.heads > 0 and tower.heads % split.tensor != 0)
         own = _Split(1 if whole else split.tensor, 1, 1, 0, split.width, split.chip)
-        yield _items(tower.items, tower.prefix, rules, own) + tower.depth * _items(
-            tower.block, f"{tower.prefix}{tower.layers}0.", rules, own
-        )
+        yield tower.token_elements * split.tokens * split.width
+        yield _items(tower.items, tower.prefix, rules, own)
+        yield tower.depth * _items(tower.block, f"{tower.prefix}{tower.layers}0.", rules, own)
 
 
 def _items(items: Iterable[Item], prefix: str, rules: Quantizer, split: _Split) -> float:
@@ -175,7 +177,8 @@ def _items(items: Iterable[Item], prefix: str, rules: Quantizer, split: _Split) 
         elif isinstance(item, Experts):
             total += _experts_item(item, prefix, rules, split)
         elif isinstance(item, Plain):
-            width = BYTES.get(item.dtype, split.width)
+            wide = item.dtype == EAGER_FLOAT32 and split.eager
+            width = 4 if wide else BYTES.get(item.dtype, split.width)
             total += -(-item.elements // split.tensor if item.split else -item.elements) * width
         else:
             total += _vocabulary_bytes(item, rules, split)

@@ -137,7 +137,7 @@ def test_lora_slots() -> None:
     ("section", "share"),
     [
         ({"quant_method": "fp8"}, 0.5),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 0.25 + 2.5 / 256),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 0.25 + 4 / 256),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, 0.25 + 2 / 256),
         ({"quant_method": "fp8", "ignored_layers": [f"model.layers.{i}.mlp.down_proj" for i in range(32)]}, None),
     ],
