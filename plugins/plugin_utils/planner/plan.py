@@ -101,6 +101,13 @@ def _check_pins(search: Search) -> None:
             "Lower parallelism, or add nodes or GPUs.",
             "parallelism",
         )
+    partition = request.layer_partition
+    if partition is not None and request.pipeline is not None and len(partition) != request.pipeline:
+        raise PlannerError(
+            f"len(partitions)={len(partition)} does not match pp_size={request.pipeline}.",
+            "VLLM_PP_LAYER_PARTITION needs one number a pipeline stage.",
+            "parallelism.pipeline",
+        )
     largest = max(len(node.gpus) for node in nodes)
     if request.tensor and request.tensor > largest and not search.fast:
         raise PlannerError(

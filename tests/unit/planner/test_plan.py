@@ -100,6 +100,11 @@ def test_tensor_across_nodes_needs_a_fast_fabric(model_config) -> None:
         ({"concurrency": -1}, "concurrency", ["-1"]),
         ({"contxt": 1}, "contxt", ["context_length"]),
         ({"environment": {"VLLM_PP_LAYER_PARTITION": "40,41"}}, "parallelism.pipeline", ["sum(partitions)=81"]),
+        (
+            {"environment": {"VLLM_PP_LAYER_PARTITION": "30,30,20"}, "parallelism": {"tensor": 4, "pipeline": 2}},
+            "parallelism.pipeline",
+            ["len(partitions)=3", "pp_size=2"],
+        ),
         ({"vllm_version": "0.1.0"}, "vllm_version", ["0.33.0"]),
     ],
 )
