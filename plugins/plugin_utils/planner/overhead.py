@@ -395,7 +395,7 @@ def _activation(run: _Run, layers: Sequence[Mixer], start: int, first: bool, las
     if last and _method(run.engine) == "mtp":
         # Embedding, its norm, the norm of the target's output and their projection (models/deepseek_mtp.py).
         forward += 4 * hidden
-    if run.runner == "v2" and (not first or run.model.multimodal):
+    if run.runner == "v2" and (not first or (run.model.multimodal and not _text_only(run))):
         # The layers' input lies in a buffer of the runner, which was there before the run.
         forward -= hidden
     phases = {"a layer": forward, "the vision tower": tower}
@@ -705,14 +705,17 @@ _QWEN_VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
 
 def _profiles_encoder(run: _Run) -> bool:
     """Whether the profile run encodes images: v1 always did, v2 from 0.27 on."""
-    if run.engine.language_model_only or not isinstance(run.model.config.get("vision_config"), Mapping):
+    if _text_only(run) or not isinstance(run.model.config.get("vision_config"), Mapping):
         return False
     if run.engine.flags.get("skip_mm_profiling") or run.engine.flags.get("mm_encoder_only"):
         return False
-    limits = mm_limits(run.engine)
-    if limits and all(value == 0 for value in limits.values()):
-        return False
     return run.runner == "v1" or run.engine.at_least(0, 27)
+
+
+def _text_only(run: _Run) -> bool:
+    """Whether a multimodal model takes text alone (vllm/multimodal/registry.py: supports_multimodal_inputs)."""
+    limits = mm_limits(run.engine)
+    return run.engine.language_model_only or bool(limits and all(value == 0 for value in limits.values()))
 
 
 def mm_limits(engine: Engine) -> Mapping[str, Any]:
@@ -752,9 +755,11 @@ def _vision(run: _Run) -> tuple[float, float]:
     live = 3 * width + max(6 * width, 2 * inner) / shard
     patch = _integer(vision, "patch_size") or 14
     pixels = 3 * min(patch, 64) ** 2 * max(1, min(4, _integer(vision, "temporal_patch_size", 1)))
-    # profile_run holds the batch of dummy items until it ends: 0.1875 GiB for one image on three H200 rows of 0.26.
-    held = float(patches) * pixels * run.item
-    return outputs + held, float(patches) * live * run.item + held + outputs
+    # v1's profile_run holds the batch of dummy items until it ends: 0.1875 GiB for an image on three H200 rows of 0.26.
+    # v2 lets go of it with the encoder's run (gpu/mm/encoder_runner.py: execute_mm_encoder).
+    inputs = float(patches) * pixels * run.item
+    held = inputs if run.runner == "v1" else 0.0
+    return outputs + held, float(patches) * live * run.item + inputs + outputs
 
 
 def _patches_per_token(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
@@ -778,14 +783,17 @@ def _patches_per_token(config: Mapping[str, Any], vision: Mapping[str, Any]) -> 
 
 # --- Outside torch ----------------------------------------------------------------------------------------------
 
-# Kernel modules, cuBLAS and driver state that one process adds after the snapshot: 0.22 (dense) and 0.23 to 0.24 (v1
-# runner) on H200 with 0.26; 0.27 on H100 with 0.19.
-_MODULES_GIB = 0.22
-_MODULES_V1_GIB = 0.235
+# Kernel modules, cuBLAS and driver state that one process adds after the snapshot, on H200 with 0.26: 0.2246 on nine
+# eager rows (up to 0.2266) of either runner, 0.22 for a dense compiled engine, 0.23 to 0.25 for four compiled ones of
+# v1; 0.27 on H100 with 0.19.
+_MODULES_GIB = 0.225
+_MODULES_V1_GIB = 0.24
 _MODULES_OLD_GIB = 0.27
-# With several ranks the communicators came before the snapshot: 0.06 (0.26, TP 2 eager), 0.07 (0.19, PP 3).
-_PARALLEL_GIB = 0.06
+# With several ranks the communicators came before the snapshot: 0.0645 (0.26, PP 2 and TP 2 eager), 0.07 (0.19, PP 3).
+_PARALLEL_GIB = 0.0645
 _MULTICAST_GIB = 0.5
+# What one compiled TP 2 start of 0.26 on H200s took for the fused all-reduce: 874 MiB.
+_FUSED_GIB = 0.8535
 
 
 def _non_torch(run: _Run) -> tuple[float, float]:
@@ -794,22 +802,23 @@ def _non_torch(run: _Run) -> tuple[float, float]:
     Compiled engines with TP >= 2 on NVSwitch Hopper or Blackwell fuse all-reduce and RMSNorm with FlashInfer
     (vllm/config/vllm.py: enable_allreduce_rms_fusion). Its symmetric buffers are rounded to 512 MiB of multicast
     memory each: three for the TRT-LLM back end (up to 0.24), one for MNNVL (from 0.25), and one more for the NCCL
-    communicator that their exchange opens, which 0.19 shows (2.07 = 0.07 + 4 x 0.5 GiB for TP 2 and TP 4).
+    communicator that their exchange opens, which 0.19 shows (2.07 = 0.07 + 4 x 0.5 GiB for TP 2 and TP 4). A start of
+    0.26 shows 0.92 in all (TP 2).
     """
     engine = run.engine
     layout = engine.layout
     if layout.world == 1 and not (layout.data > 1 and run.model.is_moe):
         if not engine.at_least(0, 20):
             return _MODULES_OLD_GIB, 0.05
-        return (_MODULES_V1_GIB if run.runner == "v1" else _MODULES_GIB), 0.05
+        compiled = run.runner == "v1" and not engine.enforce_eager
+        return (_MODULES_V1_GIB if compiled else _MODULES_GIB), 0.05
     base = _PARALLEL_GIB
     if not _fuses_all_reduce(run):
         return base, 0.1
     if not engine.at_least(0, 25):
         return base + 4 * _MULTICAST_GIB, 0.15
-    # From 0.29 on the exchange goes over the CPU group.
-    buffers = 1 if engine.at_least(0, 29) else 2
-    return base + buffers * _MULTICAST_GIB, 0.55
+    # From 0.29 on the exchange goes over the CPU group; no start was measured.
+    return (base + _MULTICAST_GIB, 0.55) if engine.at_least(0, 29) else (base + _FUSED_GIB, 0.25)
 
 
 def _fuses_all_reduce(run: _Run) -> bool:

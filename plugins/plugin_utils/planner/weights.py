@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from .engine import Card, Engine
 from .errors import PlannerError
 from .families_encoder import is_pooling
+from .mixers import architecture_of
 from .model import Model
 from .overhead import batch_defaults, mm_limits
 from .quantization import (
@@ -26,6 +27,56 @@ from .rules import split_layers
 from .structure import EAGER_FLOAT32, Experts, Item, Linear, Plain, Structure, Vocabulary, build, short
 
 _VOCABULARY_PADDING = 64
+# Classes whose `embedding_modules`, their own or an ancestor's, let adapters change embedding and head too
+# (vllm/lora/utils.py: get_supported_lora_modules; the same in 0.19 and 0.26). Others adapt linear layers alone.
+_ADAPTED_ENDS = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        "Apertus",
+        "Cwm",
+        "DeciLM",
+        "Ernie4_5",
+        "Exaone",
+        "Exaone4",
+        "ExaoneMoe",
+        "FalconH1",
+        "Glm",
+        "Granite",
+        "GraniteMoe",
+        "GraniteMoeHybrid",
+        "GraniteMoeShared",
+        "HyperCLOVAX",
+        "IQuestCoder",
+        "InternLM3",
+        "Jais2",
+        "Jamba",
+        "LLaMA",
+        "Lfm2",
+        "Lfm2Moe",
+        "Llama",
+        "Llama4",
+        "Mellum",
+        "MiniCPM",
+        "MiniCPM3",
+        "Mixtral",
+        "Nemotron",
+        "NemotronH",
+        "Param2MoE",
+        "PhiMoE",
+        "Phi3",
+        "Qwen3",
+        "Qwen3Moe",
+        "Solar",
+        "TeleChat2",
+        "TeleChat3",
+        "TeleFLM",
+    )
+) | {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
+# 0.33 has them in these too; the versions between were not read.
+_ADAPTED_ENDS_33 = frozenset(
+    f"Qwen3_5{name}"
+    for name in ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")
+)
 # vLLM's default on cards of 70 GiB and more.
 _BATCHED_TOKENS = 8192
 
@@ -72,6 +123,12 @@ def stage_weights(
         structure = replace(structure, head=None)
     split = _split(model, engine, card)
     totals, layers = _stages(structure, quantizer(model, structure, engine), split, engine)
+    adapted = _ADAPTED_ENDS | _ADAPTED_ENDS_33 if engine.at_least(0, 33) else _ADAPTED_ENDS
+    if split.loras and (architecture_of(model.config) or model.architecture) in adapted:
+        # lora/layers/vocal_parallel_embedding.py and logits_processor.py: every rank keeps the whole vocabulary.
+        slots = split.loras * split.rank * split.width
+        totals[0] += slots * (structure.embedding.rows + structure.embedding.columns) if structure.embedding else 0
+        totals[-1] += slots * (structure.head.rows + structure.head.columns) if structure.head else 0
     extra = _drafter(model, structure, engine, draft, card)
     if extra:
         totals[-1] += extra
@@ -223,10 +280,17 @@ def _experts_item(item: Experts, prefix: str, rules: Quantizer, split: _Split) -
     share = Share(count, intermediate, split.width, split.chip)
     scheme = rules.experts(prefix, item)
     elements = count * item.hidden * intermediate
-    for size, number in zip(experts_bytes(scheme, item, share), (2 if item.gated else 1, 1), strict=True):
-        # MXFP4's weights are padded together with their scales; else the scales are tensors of their own.
-        weight = size if scheme.kind == "mxfp4" else weight_bytes(scheme, number * elements, split.width)
-        total += allocated(weight, whole=scheme.kind == "mxfp4") + size - weight
+    sizes = experts_bytes(scheme, item, share)
+    for size, number, biases in zip(sizes, (2 if item.gated else 1, 1), (intermediate, item.hidden), strict=True):
+        weight = weight_bytes(scheme, number * elements, split.width)
+        if scheme.kind != "mxfp4":
+            total += allocated(weight) + size - weight
+        elif 90 <= split.chip < 100:
+            # Triton's repacked weights and scales are large tensors of their own; the float32 biases are small ones.
+            bias = 4 * count * number * biases if item.bias else 0
+            total += allocated(weight, whole=True) + allocated(size - weight - bias, whole=True) + bias
+        else:
+            total += allocated(size, whole=True)
     if split.loras:
         parts = 2 if item.gated else 1
         total += split.loras * split.rank * split.width * count * (parts + 1) * (item.hidden + intermediate)

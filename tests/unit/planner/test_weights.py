@@ -130,7 +130,16 @@ def test_a_draft_model_is_counted() -> None:
 def test_lora_slots() -> None:
     more = bytes_of(LLAMA, {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16})[0] - bytes_of(LLAMA, {})[0]
     layer = 3 * 4096 + 6144 + 4096 + 4096 + 2 * 4096 + 2 * 14336 + 14336 + 4096
-    assert more == pytest.approx(2 * 16 * 2 * 32 * layer)
+    ends = 2 * (128256 + 4096)
+    assert more == pytest.approx(2 * 16 * 2 * (32 * layer + ends))
+
+
+def test_lora_leaves_the_ends_of_some_families_alone() -> None:
+    flags = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    llama_more = bytes_of(LLAMA, flags)[0] - bytes_of(LLAMA, {})[0]
+    mistral_more = bytes_of(mistral, flags)[0] - bytes_of(mistral, {})[0]
+    assert llama_more - mistral_more == pytest.approx(2 * 16 * 2 * 2 * (128256 + 4096))
 
 
 @pytest.mark.parametrize(
