@@ -21,7 +21,6 @@ PCI_IDS = "The PCI ID Repository, pci-ids.ucw.cz, vendor 10de"
 REPOSITORY = "listing of developer.download.nvidia.com/compute/cuda/repos, 2026-05 to 2026-07, second hand"
 UBUNTU_ARCHIVE = "packages.ubuntu.com, noble-updates and jammy-updates, restricted and multiverse"
 DEBIAN_ARCHIVE = "Debian archive, non-free and contrib, apt-cache of bookworm and trixie, 2026-11"
-FM_GUIDE = "NVIDIA Fabric Manager User Guide, docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import PlannerError
+from .errors import PlannerError, short
 from .rules import Layout
 
 DEFAULT_VERSION = "0.33.0"
@@ -80,7 +80,7 @@ def parse_version(text: Any) -> tuple[int, int, int]:
     match = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", str(text).strip())
     if match is None:
         raise PlannerError(
-            f"vllm_version = {_short(text)} is no version.", f"Write it like {DEFAULT_VERSION}.", "vllm_version"
+            f"vllm_version = {short(text)} is no version.", f"Write it like {DEFAULT_VERSION}.", "vllm_version"
         )
     major, minor, patch = (int(part or 0) for part in match.groups())
     return major, minor, patch
@@ -89,13 +89,13 @@ def parse_version(text: Any) -> tuple[int, int, int]:
 def parse_card(gpu: Any) -> Card:
     """Read `{name, memory_total_mib}`."""
     if not isinstance(gpu, Mapping):
-        raise PlannerError(f"gpu = {_short(gpu)} is not a mapping of name and memory_total_mib.", key="gpu")
+        raise PlannerError(f"gpu = {short(gpu)} is not a mapping of name and memory_total_mib.", key="gpu")
     memory = _float(gpu, "memory_total_mib", None, 1.0, float(1 << 32), prefix="gpu.")
     if memory is None:
         raise PlannerError("gpu.memory_total_mib is missing.", "Give what nvidia-smi prints.", "gpu.memory_total_mib")
     name = gpu.get("name", "")
     if not isinstance(name, str):
-        raise PlannerError(f"gpu.name = {_short(name)} is not a string.", key="gpu.name")
+        raise PlannerError(f"gpu.name = {short(name)} is not a string.", key="gpu.name")
     return Card(name, memory)
 
 
@@ -106,7 +106,7 @@ def parse_engine(flags: Mapping[str, Any] | None) -> Engine:
     if isinstance(speculative, str):
         speculative = _json(speculative, "speculative_config")
     if not isinstance(speculative, Mapping):
-        raise PlannerError(f"speculative_config = {_short(speculative)} is not a mapping.", key="speculative_config")
+        raise PlannerError(f"speculative_config = {short(speculative)} is not a mapping.", key="speculative_config")
     length = flags.get("max_model_len")
     auto = length in _AUTO_LENGTH and not isinstance(length, bool)
     lora = _boolean(flags, "enable_lora", False)
@@ -163,27 +163,18 @@ def _redundant_experts(config: Any) -> int:
     if config is None:
         return 0
     if not isinstance(config, Mapping):
-        raise PlannerError(f"eplb_config = {_short(config)} is not a mapping.", key="eplb_config")
+        raise PlannerError(f"eplb_config = {short(config)} is not a mapping.", key="eplb_config")
     number = config.get("num_redundant_experts")
     if number == 0 and not isinstance(number, bool):
         return 0
     return _integer(config, "num_redundant_experts", None, prefix="eplb_config.") or 0
 
 
-def _short(value: Any) -> str:
-    # Hostile numbers can have more digits than Python prints.
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _json(text: str, key: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PlannerError(f"{key} = {_short(text)} is not JSON.", key=key) from error
+        raise PlannerError(f"{key} = {short(text)} is not JSON.", key=key) from error
 
 
 def _integer(source: Mapping[str, Any], key: str, default: int | None, *, prefix: str = "") -> int | None:
@@ -195,7 +186,7 @@ def _integer(source: Mapping[str, Any], key: str, default: int | None, *, prefix
         number = int(match[1]) * _SUFFIXES.get(match[2], 1)
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_VALUE:
         name = f"{prefix}{key}"
-        raise PlannerError(f"{name} = {_short(value)} is not a positive integer.", "Give a number from 1 up.", name)
+        raise PlannerError(f"{name} = {short(value)} is not a positive integer.", "Give a number from 1 up.", name)
     return number
 
 
@@ -211,7 +202,7 @@ def _float(
     good = not isinstance(number, bool) and isinstance(number, int | float) and low <= number <= high
     if not good or not math.isfinite(number):
         name = f"{prefix}{key}"
-        raise PlannerError(f"{name} = {_short(value)} is not a number between {low:g} and {high:g}.", key=name)
+        raise PlannerError(f"{name} = {short(value)} is not a number between {low:g} and {high:g}.", key=name)
     return float(number)
 
 
@@ -220,7 +211,7 @@ def _boolean(source: Mapping[str, Any], key: str, default: bool | None) -> bool 
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise PlannerError(f"{key} = {_short(value)} is neither true nor false.", key=key)
+        raise PlannerError(f"{key} = {short(value)} is neither true nor false.", key=key)
     return value
 
 
@@ -229,7 +220,7 @@ def _word(source: Mapping[str, Any], key: str, default: str) -> str:
     if value is None:
         return default
     if not isinstance(value, str) or len(value) > 100:
-        raise PlannerError(f"{key} = {_short(value)} is not a word.", key=key)
+        raise PlannerError(f"{key} = {short(value)} is not a word.", key=key)
     return value
 
 
@@ -239,7 +230,7 @@ def _partition(value: Any) -> tuple[int, ...] | None:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or len(parts) > 4096:
         raise PlannerError(
-            f"pp_layer_partition = {_short(value)} is not a list of layer counts.", key="pp_layer_partition"
+            f"pp_layer_partition = {short(value)} is not a list of layer counts.", key="pp_layer_partition"
         )
     counts = []
     for part in parts:
@@ -247,7 +238,7 @@ def _partition(value: Any) -> tuple[int, ...] | None:
         number = int(text) if isinstance(text, str) and re.fullmatch(r"\d{1,6}", text) else text
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= 1_000_000:
             raise PlannerError(
-                f"pp_layer_partition = {_short(value)}: {_short(part)} is no count of layers.",
+                f"pp_layer_partition = {short(value)}: {short(part)} is no count of layers.",
                 "Give one positive integer a pipeline stage.",
                 "pp_layer_partition",
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PlannerError(ValueError):
     """A request that can't be served.
@@ -22,3 +24,12 @@ class ModelConfigError(PlannerError):
 
 class UnsupportedArchitectureError(PlannerError):
     """A model whose memory is not known well enough to state figures."""
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """A value for a message; numbers of thousands of digits and deep nesting can't be printed."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

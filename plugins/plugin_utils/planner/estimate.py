@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .cards import chip, visible_gib
 from .engine import OLDEST_VERSION, Card, Engine, parse_card, parse_engine
 from .errors import PlannerError, UnsupportedArchitectureError
-from .kv_cache import KVPlan, KVResult, capability_of, checkpoint_kv_dtype, kv_plan
+from .kv_cache import KVPlan, KVResult, checkpoint_kv_dtype, kv_plan
 from .mixers import draft_mixers, mixers
 from .model import Model, merge, parse_config
-from .overhead import StageOverhead, batch_defaults, runner, stage_overheads, utilization, visible_gib
+from .overhead import StageOverhead, batch_defaults, runner, stage_overheads, utilization
 from .request import check_plain
 from .rules import check
 from .weights import StageWeights, stage_weights
 
 GIB = float(1 << 30)
-BLOCK_TOKENS = 16
 # What loading takes besides the weights themselves before the profile run can begin: the CUDA context.
 _CONTEXT_GIB = 0.5
 # Half-width of the doubt about loaded weights, as a share of them.
@@ -145,7 +145,7 @@ def _cache_plan(model: Model, engine: Engine, card: Card, length: int, draft: Mo
         max_num_batched_tokens=tokens,
         max_model_len=length,
         checkpoint_kv_dtype=checkpoint_kv_dtype(model.config, model.quantization_beside),
-        capability=capability_of(card.name),
+        capability=chip(card).capability,
         draft=draft_mixers(model.config, method, draft.config if draft else None) if method else (),
         partition=engine.layout.layer_partition,
         new_runner=runner(model, engine) == "v2",

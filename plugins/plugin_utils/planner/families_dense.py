@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .errors import ModelConfigError
+from .errors import ModelConfigError, short
 from .mixers import Mixer, mixers
 from .structure import (
     _FLOAT32,
@@ -33,7 +33,6 @@ from .structure import (
     _moe,
     _norms,
     _rotary,
-    short,
     size_of,
 )
 

@@ -10,23 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .engine import Engine
-from .errors import UnsupportedArchitectureError
+from .errors import UnsupportedArchitectureError, short
 from .mixers import Mixer, architecture_of, generative_name, mixers
 from .model import Model
-from .structure import (
-    _FLOAT32,
-    Family,
-    Item,
-    Linear,
-    Plain,
-    Source,
-    Structure,
-    Vocabulary,
-    _layers,
-    head_dtype,
-    labels,
-    short,
-)
+from .structure import _FLOAT32, Family, Item, Linear, Plain, Source, Structure, Vocabulary, _layers, head_dtype, labels
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .errors import ModelConfigError, UnsupportedArchitectureError
+from .errors import ModelConfigError, UnsupportedArchitectureError, short
 from .mixers import Mixer, mixers
 from .structure import (
     _BY_TYPE,
@@ -37,7 +37,6 @@ from .structure import (
     _moe,
     _rotary,
     _styled,
-    short,
     size_of,
 )
 

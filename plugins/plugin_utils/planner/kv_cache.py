@@ -22,8 +22,6 @@ from .rules import split_layers
 
 GIB = 1 << 30
 DEFAULT_BLOCK = 16
-# Lengths beyond this occur nowhere; the search for the longest one that fits starts from it.
-MAX_LENGTH = 1 << 32
 
 # The first release with a rule, where it lies between the releases that were read.
 _TOKENS_FROM_CONCURRENCY = (0, 21, 0)
@@ -266,7 +264,7 @@ def kv_plan(
     max_num_batched_tokens: int,
     max_model_len: int,
     checkpoint_kv_dtype: str | None = None,
-    capability: tuple[int, int] = (9, 0),
+    capability: int = 90,
     draft: Sequence[Mixer] = (),
     partition: Sequence[int] | None = None,
     new_runner: bool = False,
@@ -322,30 +320,6 @@ def kv_plan(
     )
 
 
-def capability_of(name: str) -> tuple[int, int]:
-    """The CUDA compute capability of a card, by the words of its name; (9, 0) for one that is not known."""
-    upper = name.upper().replace("-", " ")
-    for words, capability in _CAPABILITIES:
-        if any(word in upper for word in words):
-            return capability
-    return (9, 0)
-
-
-_CAPABILITIES: tuple[tuple[tuple[str, ...], tuple[int, int]], ...] = (
-    (("B300", "GB300"), (10, 3)),
-    (("B200", "B100", "GB200"), (10, 0)),
-    (("THOR",), (11, 0)),
-    (("GB10",), (12, 1)),
-    (("BLACKWELL", "RTX 50", "RTX PRO"), (12, 0)),
-    (("H100", "H200", "H800", "H20", "GH200"), (9, 0)),
-    (("L40", "L4", "L20", "RTX 40", " ADA"), (8, 9)),
-    (("A100", "A800", "A30"), (8, 0)),
-    (("A10", "A40", "A16", "A2", "RTX 30", "RTX A", "A6000", "A5000"), (8, 6)),
-    (("T4", "RTX 20"), (7, 5)),
-    (("V100",), (7, 0)),
-)
-
-
 def kv_dtype(engine: Engine, checkpoint: str | None) -> str:
     """`kv_cache_dtype` with `auto` resolved to what the checkpoint asks for (utils/torch_utils.py)."""
     if engine.kv_cache_dtype == "auto" and checkpoint:
@@ -390,7 +364,7 @@ class _Builder:
         dtype: str,
         *,
         checkpoint: str | None,
-        capability: tuple[int, int],
+        capability: int,
         max_model_len: int,
     ) -> None:
         self.engine = engine
@@ -399,7 +373,7 @@ class _Builder:
         self.tensor = engine.layout.tensor
         self.activation = _element(dtype, "dtype")
         self.dtype = kv_dtype(engine, checkpoint)
-        self.major = capability[0]
+        self.major = capability // 10
         self.max_model_len = max_model_len
         self.known: dict[int, tuple[Cache, ...]] = {}
         distinct = list({id(mixer): mixer for mixer in layers}.values())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import ModelConfigError, UnsupportedArchitectureError
+from .errors import ModelConfigError, UnsupportedArchitectureError, short
 from .model import text_config
 
 # Real models end at some hundred layers; the list is built in memory.
@@ -204,21 +204,12 @@ def _size(text: Text, names: Sequence[str], default: int | None = None, minimum:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_SIZE:
             raise ModelConfigError(
-                f"config.json: {name} = {_short(value)} is not an integer from {minimum} up", key=name
+                f"config.json: {name} = {short(value)} is not an integer from {minimum} up", key=name
             )
         return value
     if default is None:
         raise ModelConfigError(f"config.json has no {names[0]}", key=names[0])
     return default
-
-
-def _short(value: Any) -> str:
-    # Python refuses to print integers of more than some thousand digits.
-    try:
-        shown = repr(value)
-    except (ValueError, RecursionError):
-        shown = f"a {type(value).__name__}"
-    return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def _integers(text: Text, name: str) -> list[int]:
@@ -227,7 +218,7 @@ def _integers(text: Text, name: str) -> list[int]:
         return []
     # `moe_layer_freq`-like lists may hold booleans.
     if not isinstance(value, list) or len(value) > 4 * MAX_LAYERS or not all(isinstance(item, int) for item in value):
-        raise ModelConfigError(f"config.json: {name} = {_short(value)} is not a list of integers", key=name)
+        raise ModelConfigError(f"config.json: {name} = {short(value)} is not a list of integers", key=name)
     return [int(item) for item in value]
 
 
@@ -236,7 +227,7 @@ def _words(text: Text, name: str) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list) or len(value) > 4 * MAX_LAYERS or not all(isinstance(item, str) for item in value):
-        raise ModelConfigError(f"config.json: {name} = {_short(value)} is not a list of words", key=name)
+        raise ModelConfigError(f"config.json: {name} = {short(value)} is not a list of words", key=name)
     return list(value)
 
 
@@ -270,7 +261,7 @@ def _sub(text: Text, name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ModelConfigError(f"config.json: {name} = {_short(value)} is not an object", key=name)
+        raise ModelConfigError(f"config.json: {name} = {short(value)} is not an object", key=name)
     return value
 
 
@@ -509,7 +500,7 @@ def _deepseek_v4(text: Text) -> list[Mixer]:
     for index in range(layers):
         ratio = ratios[index] if index < len(ratios) else 0
         if ratio not in by_ratio:
-            raise ModelConfigError(f"config.json: a compress ratio of {_short(ratio)} is none of 0, 4, 128")
+            raise ModelConfigError(f"config.json: a compress ratio of {short(ratio)} is none of 0, 4, 128")
         result.append(by_ratio[ratio])
     return result
 
@@ -663,7 +654,7 @@ def _nemotron_kinds(pattern: Sequence[Any]) -> list[str]:
     for item in pattern:
         if not isinstance(item, str) or item not in _NEMOTRON_KINDS:
             raise ModelConfigError(
-                f"config.json: {_short(item)} is no layer of a Nemotron-H pattern", key="hybrid_override_pattern"
+                f"config.json: {short(item)} is no layer of a Nemotron-H pattern", key="hybrid_override_pattern"
             )
         if _NEMOTRON_KINDS[item]:
             kinds.append(_NEMOTRON_KINDS[item])

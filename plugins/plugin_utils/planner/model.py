@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelConfigError
+from .errors import ModelConfigError, short
 
 # A real config.json has some kilobytes (the largest seen: 70); more is a mistake or an attack.
 MAX_CONFIG_BYTES = 8 * 1024 * 1024
@@ -261,14 +261,9 @@ def _count(
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_COUNT:
         raise ModelConfigError(
-            f"config.json: {name} = {_short(value)} is not a number of {what} (an integer from {minimum} up)"
+            f"config.json: {name} = {short(value)} is not a number of {what} (an integer from {minimum} up)"
         )
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _rope_parameters(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -313,7 +308,7 @@ def _context(config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, s
 
 def _factor(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e6:
-        raise ModelConfigError(f"config.json: rope factor = {_short(value)} is not a positive number")
+        raise ModelConfigError(f"config.json: rope factor = {short(value)} is not a positive number")
     return float(value)
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from .engine import Card
-from .errors import PlannerError
+from .errors import PlannerError, short
 
 # More than any cluster has; a larger list is a mistake and would only cost time.
 MAX_GPUS = 65536
@@ -75,15 +75,6 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
         else:
             key.append((1, 0, part))
     return [*key, (-1, 0, name)]
-
-
-def short(value: Any, limit: int = 60) -> str:
-    """A value for a message; numbers of thousands of digits and deep nesting can't be printed."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def parse_nodes(nodes: Any) -> list[Node]:

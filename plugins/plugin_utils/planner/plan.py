@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .engine import Card
-from .errors import PlannerError, UnsupportedArchitectureError
+from .errors import PlannerError, UnsupportedArchitectureError, short
 from .model import Model, merge, parse_config
-from .placement import Node, Placed, by_node, declared, names, natural_key, pack, parse_nodes, short
+from .placement import Node, Placed, by_node, declared, names, natural_key, pack, parse_nodes
 from .pricing import Knobs, shape
 from .refusal import no_layout, refusal
 from .request import Request, check_plain, parse_request

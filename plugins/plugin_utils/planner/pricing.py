@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from . import estimate as memory
+from .cards import visible_gib
 from .engine import Card, parse_engine
 from .errors import PlannerError, UnsupportedArchitectureError
 from .model import Model, parse_config
-from .overhead import batch_defaults, visible_gib
+from .overhead import batch_defaults
 from .request import Request
 from .rules import Layout
 

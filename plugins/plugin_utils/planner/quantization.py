@@ -11,38 +11,15 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
 
-from .engine import Card, Engine
-from .errors import ModelConfigError, PlannerError
+from .engine import Engine
+from .errors import ModelConfigError, PlannerError, short
 from .model import Model, text_config
-from .structure import Experts, Linear, Structure, short
+from .structure import Experts, Linear, Structure
 
 BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 _MAX_PATTERNS = 200_000
 _MAX_GROUP = 1 << 20
-# Compute capability by the name that nvidia-smi prints; an unknown card counts as Hopper.
-_CAPABILITIES: tuple[tuple[str, int], ...] = (
-    (r"\bGB300\b|\bB300\b", 103),
-    (r"\bGB200\b|\bB200\b|\bB100\b|\bThor\b", 100),
-    (r"RTX PRO \d{4}|RTX 50\d\d|Blackwell", 120),
-    (r"\bGB10\b|\bDGX Spark\b", 121),
-    (r"\bH\d{3}\b|\bGH200\b|\bH20\b", 90),
-    (r"\bL4\b|\bL40S?\b|\bL20\b|\bL2\b|RTX 40\d\d|Ada Generation", 89),
-    (r"\bA100\b|\bA800\b|\bA30\b", 80),
-    (r"\bA\d{1,2}G?\b|RTX 30\d\d|RTX A\d{4}|Orin", 86),
-    (r"\bT4G?\b|RTX 20\d\d|Quadro RTX", 75),
-    (r"\bV100\b", 70),
-)
-_DEFAULT_CAPABILITY = 90
 _SEGMENT = 2 * 1024 * 1024
-
-
-def capability(card: Card | None) -> int:
-    """90 for 9.0 and so on."""
-    if card is not None:
-        for pattern, number in _CAPABILITIES:
-            if re.search(pattern, card.name, re.IGNORECASE):
-                return number
-    return _DEFAULT_CAPABILITY
 
 
 @dataclass(frozen=True)

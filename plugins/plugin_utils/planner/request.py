@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .engine import DEFAULT_VERSION, parse_version
-from .errors import PlannerError
-from .placement import short
+from .errors import PlannerError, short
 from .serve_args import engine_flags
 
 OBJECTIVES = ("throughput", "latency", "capacity")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from .cards import visible_gib
 from .engine import Card
 from .model import Model
-from .overhead import visible_gib
 from .placement import Node, Placed, Pool, by_node, count, pack, pools, spans_nodes, stage_cards
 from .pricing import Knobs, Pricer, Trial
 from .request import Request, integer

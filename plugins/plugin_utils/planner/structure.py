@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from .errors import ModelConfigError, UnsupportedArchitectureError
+from .errors import ModelConfigError, UnsupportedArchitectureError, short
 from .mixers import Mixer, architecture_of, generative_name, mixers
 from .model import Model, text_config
 
@@ -221,15 +221,6 @@ def size_of(text: Mapping[str, Any], names: tuple[str, ...], default: int | None
     if default is None:
         raise ModelConfigError(f"config.json has no {names[0]}", key=names[0])
     return default
-
-
-def short(value: Any) -> str:
-    """A value for an error text, whatever it is."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from .cards import UNKNOWN_CHIP, chip
 from .engine import Card, Engine
-from .errors import PlannerError
+from .errors import PlannerError, short
 from .families_encoder import is_pooling
 from .mixers import architecture_of
 from .model import Model
 from .overhead import batch_defaults, mm_limits
-from .quantization import (
-    BYTES,
-    NONE,
-    Quantizer,
-    Share,
-    allocated,
-    capability,
-    experts_bytes,
-    linear_bytes,
-    quantizer,
-    weight_bytes,
-)
+from .quantization import BYTES, NONE, Quantizer, Share, allocated, experts_bytes, linear_bytes, quantizer, weight_bytes
 from .rules import split_layers
-from .structure import EAGER_FLOAT32, Experts, Item, Linear, Plain, Structure, Vocabulary, build, short
+from .structure import EAGER_FLOAT32, Experts, Item, Linear, Plain, Structure, Vocabulary, build
 
 _VOCABULARY_PADDING = 64
 # Classes whose `embedding_modules`, their own or an ancestor's, let adapters change embedding and head too
@@ -161,7 +151,7 @@ def _split(model: Model, engine: Engine, card: Card | None) -> _Split:
         expert_ranks=flat if layout.expert else 1,
         redundant=redundant,
         width=dtype_bytes(model, engine),
-        chip=capability(card),
+        chip=(chip(card) if card else UNKNOWN_CHIP).capability,
         loras=engine.max_loras,
         rank=engine.max_lora_rank,
         eager=engine.enforce_eager,

@@ -17,8 +17,6 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.mixers impor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-CONFIGS = Path("/work/shared/model_configs")
-
 
 def config(architecture: str, **changes: Any) -> dict[str, Any]:
     base = {
@@ -254,10 +252,9 @@ def test_nothing_but_planner_errors_leaves(architecture: str, changes: dict[str,
     assert all(isinstance(mixer, Mixer) for mixer in found)
 
 
-@pytest.mark.skipif(not CONFIGS.is_dir(), reason="the collection of real config.json files is not here")
-def test_every_complete_real_config_is_read() -> None:
+def test_every_complete_real_config_is_read(shared_facts: Path) -> None:
     refused = Counter[str]()
-    for path in sorted(CONFIGS.glob("*.json")):
+    for path in sorted((shared_facts / "model_configs").glob("*.json")):
         if path.stem.endswith(".hf_quant_config"):
             continue
         try:

@@ -199,15 +199,11 @@ def test_wrong_values_give_planner_errors_only(config, data) -> None:
         assert all(value >= 0 for value in bytes_of({**config, key: data.draw(JSON)}, {}))
 
 
-SHARED = Path("/work/shared")
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the measured start-ups are not here")
-def test_measured_start_ups() -> None:
+def test_measured_start_ups(shared_facts: Path) -> None:
     errors = []
-    for line in (SHARED / "ground_truth" / "h200_vllm_0.26.jsonl").read_text().splitlines():
+    for line in (shared_facts / "ground_truth" / "h200_vllm_0.26.jsonl").read_text().splitlines():
         row = json.loads(line)
-        base = SHARED / "model_configs" / row["model"]
+        base = shared_facts / "model_configs" / row["model"]
         beside = base.with_name(f"{base.name}.hf_quant_config.json")
         model = parse_config(
             json.loads(base.with_name(f"{base.name}.json").read_text()),
