@@ -37,7 +37,7 @@ class ActionModule(ActionBase):
         result: dict[str, Any] = super().run(tmp, task_vars)
         _check_controller()
         # Imported late, since an old Python can't read it.
-        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import cluster, validate  # noqa: PLC0415
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import cluster, validate  # noqa: PLC0415 - an old Python can't read it
 
         _, arguments = self.validate_argument_spec(
             {
@@ -70,7 +70,7 @@ class ActionModule(ActionBase):
 
     def _switches(self, task_vars: Mapping[str, Any], collected: Collected) -> tuple[Any, list[Any]]:
         """The switches of this run as they were given with -e."""
-        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import (  # noqa: PLC0415
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import (  # noqa: PLC0415 - an old Python can't read it
             contract,
             switches,
             validate,
@@ -94,8 +94,8 @@ class ActionModule(ActionBase):
 
     def _show(self, plan: Mapping[str, Any], asked: Any) -> dict[str, Any]:
         """The plan in the form that was asked for: `msg` is for the terminal."""
-        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import switches  # noqa: PLC0415
-        from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner import html, report  # noqa: PLC0415
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import switches  # noqa: PLC0415 - an old Python can't read it
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner import html, report  # noqa: PLC0415 - an old Python can't read it
 
         document = report.document(plan, plan.get("growth"))
         shown: dict[str, Any] = {"changed": False, "document": document}
@@ -138,8 +138,8 @@ class Collected:
     """The variables of the inventory, of all hosts and not only of those in --limit, as plain Python values."""
 
     def __init__(self, task_vars: Mapping[str, Any], templar: Any, roles: dict[str, Any]) -> None:
-        from ansible_collections.ironrack.vllm.plugins.plugin_utils import plain  # noqa: PLC0415
-        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import (  # noqa: PLC0415
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils import plain  # noqa: PLC0415 - an old Python can't read it
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import (  # noqa: PLC0415 - an old Python can't read it
             cluster,
             contract,
             model_files,
@@ -254,7 +254,7 @@ class Collected:
 
 def _check_controller() -> None:
     # Imports nothing else of the collection: an old Python must be able to read what refuses it.
-    from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import validate  # noqa: PLC0415
+    from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import validate  # noqa: PLC0415 - an old Python can't read it
 
     problems = validate.check_controller(core_version, sys.version_info[:2])
     if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..nvidia.matrix import CUDA
 from . import verify
 from .judging import (
     Check,
@@ -25,7 +26,7 @@ from .judging import (
 CHECKS: list[Check] = []
 check = registry(CHECKS)
 # Variant of the runtime -> CUDA that its PyTorch is built for.
-VARIANT_CUDA = {"cu129": "12.9", "cu130": "13.0"}
+VARIANT_CUDA = {variant: row.runtime for variant, row in CUDA.items()}
 DRIVER_PACKAGE = re.compile(
     r"(cuda-drivers|nvidia-(driver|open|fabricmanager|imex|kernel|dkms|persistenced|modprobe)|libnvidia-|libcuda1|nvlsm)"
 )
@@ -116,11 +117,11 @@ def driver_cuda(node: Node) -> Verdict:
     if cuda is None or node.version is None:
         return skipped("no CUDA runtime" if cuda is None else "no driver is loaded")
     major = numbers(cuda)[0]
-    floor = next((row["driver"] for row in data()["cuda_floors"] if row["cuda"] == major), None)
+    floor = min((row.floor for row in CUDA.values() if numbers(row.runtime)[0] == major), default=None)
     if floor is None:
         return warned(f"CUDA {cuda}", "a CUDA whose minimum driver is known", "check NVIDIA's release notes")
     measured = f"driver {node.version}, runtime for CUDA {cuda}"
-    if numbers(node.version) < numbers(floor):
+    if numbers(node.version)[0] < floor:
         return failed(
             measured,
             f"driver {floor} or newer",

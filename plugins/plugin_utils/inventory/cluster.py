@@ -635,8 +635,6 @@ class Builder:
                 groups.append("ironrack_ray_head" if host == head else "ironrack_ray_workers")
             if host in running:
                 groups.append("ironrack_engines")
-                if variant != "cpu":
-                    groups.append("ironrack_gpu")
             if host in api:
                 groups.append("ironrack_api")
             if len(groups) > 1:

@@ -15,24 +15,24 @@ from .versions import branch_of, cuda_parts
 
 def choose_distribution(found: Mapping[str, Any], notes: Notes) -> matrix.Distribution | None:
     name, version = str(found.get("id") or ""), str(found.get("version") or "")
-    proven = ", ".join(f"{row.id} {row.version}" for row in matrix.DISTRIBUTIONS if row.proven)
+    accepted = ", ".join(f"{row.id} {row.version}" for row in matrix.DISTRIBUTIONS if row.accepted)
     for row in matrix.DISTRIBUTIONS:
         same = version == row.version if row.family != "rhel" else version.partition(".")[0] == row.version
         if name == row.id and same:
-            if row.proven:
+            if row.accepted:
                 return row
             notes.refuse(
                 "ironrack_host.distribution",
                 f"{name} {version}",
                 "its packages are known here, but no test has installed them on such a host yet",
-                f"use one of {proven}, or install the driver yourself and leave the roles of the driver out",
+                f"use one of {accepted}, or install the driver yourself and leave the roles of the driver out",
             )
             return None
     notes.refuse(
         "ironrack_host.distribution",
         f"{name} {version}".strip() or None,
         "no packages of NVIDIA are known for it",
-        f"use one of {proven}, or run playbooks/facts.yml when the facts are missing",
+        f"use one of {accepted}, or run playbooks/facts.yml when the facts are missing",
     )
     return None
 

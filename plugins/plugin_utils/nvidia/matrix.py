@@ -88,7 +88,7 @@ BRANCHES: dict[int, Branch] = {
     575: Branch(LIFECYCLE, True, "ended", None, "12.9", "575.57.08", open_default=True),
     580: Branch(LIFECYCLE, True, "long-term", "2028-06", "13.0", "580.159.04", open_default=True),
     590: Branch(LIFECYCLE, True, "ended", None, "13.1", "590.48.01", open_default=True),
-    595: Branch(LIFECYCLE, True, "production", "2027-03", "13.2", "595.71.05", open_default=True),
+    595: Branch(LIFECYCLE, False, "production", "2027-03", "13.2", "595.71.05", open_default=True),
     610: Branch(LIFECYCLE, False, "ended", "2026-08", "13.3", "610.43.02", open_default=True),
     620: Branch(
         f"{LIFECYCLE}; edition 620 of the installation guide describes the open modules alone",
@@ -290,7 +290,7 @@ class Distribution(Row):
     repository: str  # folder below the mirror of NVIDIA's repositories
     key_file: str
     key_fingerprint: str
-    proven: bool  # applied on such a host by this project's tests
+    accepted: bool  # hosts of it are planned for; none of its rows has been installed by a test yet
     archive_branch: int | None  # branch of the distribution's own packages
     archive_open: bool  # its open module is installable
     first_branch: int | None  # oldest branch in NVIDIA's repository for it
@@ -310,7 +310,7 @@ DISTRIBUTIONS = (
         repository="debian12",
         key_file="3bf863cc.pub",
         key_fingerprint=KEY_2022,
-        proven=True,
+        accepted=True,
         archive_branch=535,
         archive_open=False,
         first_branch=530,
@@ -325,7 +325,7 @@ DISTRIBUTIONS = (
         repository="debian13",
         key_file="8793F200.pub",
         key_fingerprint=KEY_2025,
-        proven=True,
+        accepted=True,
         archive_branch=550,
         archive_open=True,
         first_branch=580,
@@ -340,7 +340,7 @@ DISTRIBUTIONS = (
         repository="ubuntu2204",
         key_file="3bf863cc.pub",
         key_fingerprint=KEY_2022,
-        proven=True,
+        accepted=True,
         archive_branch=580,
         archive_open=True,
         first_branch=515,
@@ -355,7 +355,7 @@ DISTRIBUTIONS = (
         repository="ubuntu2404",
         key_file="3bf863cc.pub",
         key_fingerprint=KEY_2022,
-        proven=True,
+        accepted=True,
         archive_branch=580,
         archive_open=True,
         first_branch=550,
@@ -371,7 +371,7 @@ DISTRIBUTIONS = (
             repository="rhel9",
             key_file="",
             key_fingerprint="",
-            proven=False,
+            accepted=False,
             archive_branch=None,
             archive_open=False,
             first_branch=515,
@@ -487,7 +487,7 @@ NAMES_OF_PACKAGES = (
     ),
     Names(
         source=f"{GUIDE}/recent-updates.html, Ubuntu 590 and later packages; {GUIDE}/ubuntu.html, compute-only system",
-        verified=True,
+        verified=False,
         family="ubuntu",
         origin="nvidia",
         first=590,
@@ -500,8 +500,8 @@ NAMES_OF_PACKAGES = (
         imex=("nvidia-imex",),
     ),
     Names(
-        source=DEBIAN_ARCHIVE,
-        verified=True,
+        source=f"{DEBIAN_ARCHIVE}; names of the DKMS modules from memory",
+        verified=False,
         family="debian",
         origin="distribution",
         first=535,
@@ -511,8 +511,9 @@ NAMES_OF_PACKAGES = (
         dkms=("nvidia-current-open", "nvidia-current"),
     ),
     Names(
-        source=f"{UBUNTU_ARCHIVE}: Fabric Manager depends on nvidia-kernel-common-<branch>-server of its own version",
-        verified=True,
+        source=f"{UBUNTU_ARCHIVE}: Fabric Manager depends on nvidia-kernel-common-<branch>-server of its own version;"
+        " names of the DKMS module and of IMEX from memory",
+        verified=False,
         family="ubuntu",
         origin="distribution",
         first=535,
