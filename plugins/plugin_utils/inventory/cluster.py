@@ -362,6 +362,9 @@ class Builder:
         key = error.key or "model"
         for part in key.split(".", 1):
             value = value.get(part) if isinstance(value, Mapping) else None
+        if key == "model.config" and not value:
+            # Left out, it was found by the repository's name or in the model's folder.
+            value = engine.spec["model"].get("repo") or engine.spec["model"].get("path")
         busy = sorted({owner for host in engine.nodes for owner in taken.get(host, {}).values()})
         note = f" (other GPUs of these nodes are taken by {', '.join(busy)})" if busy else ""
         remedy = error.remedy or f"correct {engine.variable}.{key}"

@@ -27,8 +27,9 @@ _GPU: Spec = {
     "memory_total_mib": {
         "type": "int",
         "required": True,
-        "minimum": 1,
-        "description": "Total memory of one GPU in MiB, as C(nvidia-smi) prints it.",
+        # No GPU has less than 1 GiB: a smaller number is one of gigabytes.
+        "minimum": 1024,
+        "description": "Total memory of one GPU in MiB, as C(nvidia-smi) prints it (143771 for an H200, not 141).",
     },
 }
 

@@ -186,7 +186,7 @@ def _integer(source: Mapping[str, Any], key: str, default: int | None, *, prefix
         number = int(match[1]) * _SUFFIXES.get(match[2], 1)
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_VALUE:
         name = f"{prefix}{key}"
-        raise PlannerError(f"{name} = {short(value)} is not a positive integer.", "Give a number from 1 up.", name)
+        raise PlannerError(f"{name} = {short(value)} is not a positive integer up to {MAX_VALUE}.", key=name)
     return number
 
 

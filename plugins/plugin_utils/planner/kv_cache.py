@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from .engine import Engine
-from .errors import PlannerError, UnsupportedArchitectureError
+from .errors import PlannerError, UnsupportedArchitectureError, short
 from .mixers import Mixer
 from .rules import split_layers
 
@@ -49,6 +49,24 @@ _ELEMENT_BYTES = {
 # A token of sparse latent attention in its packed formats (backends/mla/flashmla_sparse.py).
 _PACKED_ROWS = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 _SYNCHRONOUS = ("ngram", "suffix", "medusa", "mlp_speculator")
+# Types that vLLM knows and whose pages are not described here (config/cache.py: CacheDType).
+_UNPRICED = frozenset(
+    {
+        "fp8_per_token_head",
+        "int4_per_token_head",
+        "int8_per_token_head",
+        "nvfp4",
+        "nvfp4_4over6",
+        "octave_k3v3",
+        "octave_k3v3_compact",
+        "octave_k3v4",
+        "turboquant_3bit_nc",
+        "turboquant_4bit_nc",
+        "turboquant_k3v4_nc",
+        "turboquant_k8v4",
+        "ultraquant_4bit",
+    }
+)
 _STATE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 _DOCS = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
 
@@ -600,9 +618,12 @@ class _Builder:
 
 
 def _element(name: str, key: str) -> int:
-    if name not in _ELEMENT_BYTES:
-        raise UnsupportedArchitectureError(f"{key} {name!r:.60} is not known to this version", key=key)
-    return _ELEMENT_BYTES[name]
+    if name in _ELEMENT_BYTES:
+        return _ELEMENT_BYTES[name]
+    if name in _UNPRICED or name in _PACKED_ROWS:
+        raise UnsupportedArchitectureError(f"the memory of {key} {name} is not known to this version", key=key)
+    known = ", ".join(sorted({"auto", *_ELEMENT_BYTES, *_PACKED_ROWS, *_UNPRICED} - {"half", "float", "float32"}))
+    raise PlannerError(f"{key} = {short(name)} is no type of vLLM's cache.", f"Use one of {known}.", key)
 
 
 # --- groups -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .engine import Card
-from .errors import PlannerError, UnsupportedArchitectureError, short
+from .errors import ModelConfigError, PlannerError, UnsupportedArchitectureError, short
 from .model import Model, merge, parse_config
 from .placement import Node, Placed, by_node, declared, names, natural_key, pack, parse_nodes
 from .pricing import Knobs, shape
@@ -41,6 +41,21 @@ def plan(config: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], **reques
         return plan_model(model, parse_nodes(nodes), asked)
     except RecursionError as error:
         raise PlannerError("config.json or the request is nested too deeply.", key="model") from error
+    except PlannerError as error:
+        raise type(error)(error.problem, error.remedy, _request_key(error, request)) from error
+
+
+def _request_key(error: PlannerError, request: Mapping[str, Any]) -> str:
+    """The key of the request that holds what an error names: flags stand in `args`, sizes of a model in its config."""
+    if isinstance(error, ModelConfigError):
+        return "model.config"
+    if error.key.startswith("speculative_config"):
+        return error.key.replace("speculative_config", "speculative", 1)
+    args = request.get("args")
+    for name in args if isinstance(args, Mapping) else ():
+        if str(name).lstrip("-").replace("-", "_") == error.key:
+            return f"args.{name}"
+    return error.key
 
 
 def plan_model(model: Model, nodes: list[Node], request: Request) -> dict[str, Any]:

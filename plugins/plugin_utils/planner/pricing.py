@@ -12,7 +12,6 @@ from typing import Any
 from . import estimate as memory
 from .cards import visible_gib
 from .engine import Card, parse_engine
-from .errors import PlannerError, UnsupportedArchitectureError
 from .model import Model, parse_config
 from .overhead import batch_defaults
 from .request import Request
@@ -99,14 +98,7 @@ class Pricer:
 
     def _estimate(self, cards: tuple[Card, ...], flags: Mapping[str, Any]) -> Mapping[str, Any]:
         listed = [{"name": card.name, "memory_total_mib": card.memory_total_mib} for card in cards]
-        try:
-            return memory.estimate_model(self.model, listed[0] if len(set(cards)) == 1 else listed, flags, self.draft)
-        except UnsupportedArchitectureError:
-            raise
-        except PlannerError as error:
-            if error.key in self.request.flags:
-                raise PlannerError(error.problem, error.remedy, f"args.{error.key.replace('_', '-')}") from error
-            raise
+        return memory.estimate_model(self.model, listed[0] if len(set(cards)) == 1 else listed, flags, self.draft)
 
     def defaults(self, layout: Layout, cards: Iterable[Card], seqs: int | None) -> tuple[int, int]:
         """`max_num_seqs` and `max_num_batched_tokens` that vLLM takes by itself, the least over these GPUs."""

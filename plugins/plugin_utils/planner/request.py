@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine import DEFAULT_VERSION, parse_version
+from .engine import DEFAULT_VERSION, MAX_VALUE, parse_version
 from .errors import PlannerError, short
 from .serve_args import engine_flags
 
@@ -177,8 +177,8 @@ def integer(value: Any, name: str) -> int | None:
         return None
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,12}", value):
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
-        raise _wrong(name, value, "a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_VALUE:
+        raise _wrong(name, value, f"a positive integer up to {MAX_VALUE}")
     return value
 
 

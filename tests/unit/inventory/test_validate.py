@@ -83,8 +83,8 @@ def test_good_values_and_defaults() -> None:
         ({"cluster_interface": "docker0"}, "cluster_interface", "docker0", ["containers", "ib0"]),
         ({"cluster_interface": "lo"}, "cluster_interface", "lo", ["no other node"]),
         ({"gpus": {"count": 2}}, "gpus.name", "(not set)", ["is required"]),
-        ({"gpus": {"cnt": 2, "name": "x", "memory_total_mib": 1}}, "gpus.cnt", "2", ["did you mean count"]),
-        ({"gpus": [{"name": "x", "memory_total_mib": -1}]}, "gpus[0].memory_total_mib", "-1", ["1 or more"]),
+        ({"gpus": {"cnt": 2, "name": "x", "memory_total_mib": 1024}}, "gpus.cnt", "2", ["did you mean count"]),
+        ({"gpus": [{"name": "x", "memory_total_mib": 141}]}, "gpus[0].memory_total_mib", "141", ["1024 or more"]),
         ({"ray_port": "many"}, "ray_port", "many", ["an integer"]),
         ({"base_packages": "vim"}, "base_packages", "vim", ["a list"]),
         ({"vllm_limits": {"nofiles": 1}}, "vllm_limits.nofiles", "1", ["did you mean nofile"]),
@@ -109,7 +109,7 @@ def test_problem_names_variable_value_and_remedy(variables, variable, value, wor
     [
         {"ansible_host": "x", "site_rack": 1, "molecule_file": "x", "group_names": [], "inventory_dir": "/"},
         {"cluster_address": "fd00::1", "cluster_interface": "ens1f0"},
-        {"gpus": [{"name": "a", "memory_total_mib": 1}, {"count": 2, "name": "b", "memory_total_mib": 2}]},
+        {"gpus": [{"name": "a", "memory_total_mib": 1024}, {"count": 2, "name": "b", "memory_total_mib": 2048}]},
         {"ironrack_mirror": "https://mirror.example"},
     ],
 )

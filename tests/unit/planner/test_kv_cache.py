@@ -241,8 +241,11 @@ def test_cache_dtypes(dtype: str, row: int) -> None:
 def test_auto_follows_the_checkpoint_and_a_flag_wins() -> None:
     assert plan([FULL], checkpoint_kv_dtype="fp8").block_bytes == (16 * 2048,)
     assert plan([FULL], checkpoint_kv_dtype="fp8", kv_cache_dtype="bfloat16").block_bytes == (16 * 4096,)
-    with pytest.raises(UnsupportedArchitectureError, match="kv_cache_dtype 'turboquant_k8v4' is not known"):
+    with pytest.raises(UnsupportedArchitectureError, match="the memory of kv_cache_dtype turboquant_k8v4 is not known"):
         plan([FULL], kv_cache_dtype="turboquant_k8v4")
+    with pytest.raises(PlannerError, match="kv_cache_dtype = 'fp3' is no type of vLLM's cache") as caught:
+        plan([FULL], kv_cache_dtype="fp3")
+    assert not isinstance(caught.value, UnsupportedArchitectureError)
 
 
 @pytest.mark.parametrize(

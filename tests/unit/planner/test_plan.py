@@ -105,6 +105,10 @@ def test_tensor_across_nodes_needs_a_fast_fabric(model_config) -> None:
             "parallelism.pipeline",
             ["len(partitions)=3", "pp_size=2"],
         ),
+        # Flags are named as the user wrote them, wherever their value is looked at.
+        ({"args": {"gpu-memory-utilization": 2}}, "args.gpu-memory-utilization", ["between 0 and 1"]),
+        ({"args": {"kv_cache_dtype": "fp3"}}, "args.kv_cache_dtype", ["fp3", "fp8_e4m3"]),
+        ({"args": {"max-num-seqs": 10**15}}, "args.max-num-seqs", ["positive integer up to"]),
         ({"vllm_version": "0.1.0"}, "vllm_version", ["0.33.0"]),
     ],
 )
@@ -114,6 +118,12 @@ def test_refusals(model_config, request_, key, words) -> None:
     assert caught.value.key == key
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_wrong_config_is_named_as_such(model_config) -> None:
+    with pytest.raises(PlannerError, match="hidden_size") as caught:
+        plan({**model_config("dense_8b"), "hidden_size": -1}, nodes(1))
+    assert caught.value.key == "model.config"
 
 
 def test_too_large_names_the_shortfall_and_what_fits(model_config) -> None:
