@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .errors import ModelConfigError, short
-from .mixers import Mixer, mixers
+from .mixers import Mixer, mixers, size_of
 from .structure import (
     _FLOAT32,
     _LLAMA,
@@ -33,7 +33,6 @@ from .structure import (
     _moe,
     _norms,
     _rotary,
-    size_of,
 )
 
 # From these versions on Transformers' modules serve them: classes that 0.26 lacks but 0.19 has, and those that 0.32

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .errors import ModelConfigError, UnsupportedArchitectureError, short
-from .mixers import Mixer, mixers
+from .mixers import Mixer, mixers, size_of
 from .structure import (
     _BY_TYPE,
     _FAMILIES,
@@ -37,7 +37,6 @@ from .structure import (
     _moe,
     _rotary,
     _styled,
-    size_of,
 )
 
 Sub = Mapping[str, Any]

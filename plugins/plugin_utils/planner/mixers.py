@@ -152,7 +152,7 @@ def _mtp_layers(config: Mapping[str, Any], text: Text) -> int:
     for source in (text, config):
         for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict"):
             if source.get(name) is not None:
-                return min(_size(source, (name,), minimum=0), MAX_LAYERS)
+                return min(size_of(source, (name,), minimum=0), MAX_LAYERS)
     return 1
 
 
@@ -195,12 +195,13 @@ def _by_model_type(text: Text) -> Builder:
 # --- Reading values ---------------------------------------------------------------------------------------------
 
 
-def _size(text: Text, names: Sequence[str], default: int | None = None, minimum: int = 1) -> int:
+def size_of(text: Text, names: Sequence[str], default: int | None = None, minimum: int = 1) -> int:
+    """The first of these keys that config.json has, as an integer in bounds."""
     for name in names:
         value = text.get(name)
         if value is None:
             continue
-        if isinstance(value, float) and value.is_integer():
+        if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_SIZE:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_SIZE:
             raise ModelConfigError(
@@ -241,7 +242,7 @@ def _layer_types(text: Text, layers: int) -> list[str]:
 
 
 def _layers(text: Text) -> int:
-    count = _size(text, _LAYERS)
+    count = size_of(text, _LAYERS)
     if count > MAX_LAYERS:
         raise ModelConfigError(f"config.json: {count} layers is more than any model has", key="num_hidden_layers")
     return count
@@ -253,7 +254,7 @@ def _window(text: Text, default: int | None = None) -> int | None:
     if text.get("sliding_window") is None:
         return None
     # Zero means that there is no window (vllm/config/model.py).
-    return _size(text, ("sliding_window",), minimum=0) or None
+    return size_of(text, ("sliding_window",), minimum=0) or None
 
 
 def _sub(text: Text, name: str) -> Mapping[str, Any]:
@@ -267,13 +268,13 @@ def _sub(text: Text, name: str) -> Mapping[str, Any]:
 
 def _attention(text: Text) -> Mixer:
     """Grouped-query attention as most families spell it."""
-    heads = _size(text, _HEADS)
-    kv_heads = _size(text, _KV_HEADS, heads)
+    heads = size_of(text, _HEADS)
+    kv_heads = size_of(text, _KV_HEADS, heads)
     if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
         kv_heads = 1
     # Zero or null means "derive it".
-    head_dim = _size(text, ("head_dim", "hidden_size_per_head"), 0, minimum=0)
-    head_dim = head_dim or max(1, _size(text, _HIDDEN) // heads)
+    head_dim = size_of(text, ("head_dim", "hidden_size_per_head"), 0, minimum=0)
+    head_dim = head_dim or max(1, size_of(text, _HIDDEN) // heads)
     return Mixer("full", heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim)
 
 
@@ -303,7 +304,7 @@ def _qwen(text: Text) -> list[Mixer]:
     window = _window(text) if text.get("use_sliding_window") is True else None
     kinds = _layer_types(text, layers)
     everywhere = (
-        all(kind == _SLIDING for kind in kinds) if kinds else _size(text, ("max_window_layers",), 28, minimum=0) == 0
+        all(kind == _SLIDING for kind in kinds) if kinds else size_of(text, ("max_window_layers",), 28, minimum=0) == 0
     )
     return [_sliding(full, window) if everywhere else full] * layers
 
@@ -321,7 +322,7 @@ def _alternating(period: int, default_window: int, pattern_key: str = "sliding_w
         pattern = text.get(pattern_key)
         if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
             return [local if pattern[index % len(pattern)] == "L" else full for index in range(layers - 1)] + [full]
-        every = period if isinstance(pattern, str) else _size(text, (pattern_key,), period)
+        every = period if isinstance(pattern, str) else size_of(text, (pattern_key,), period)
         return [local if (index + 1) % every else full for index in range(layers)]
 
     return build
@@ -340,7 +341,7 @@ def _gemma3n(text: Text) -> list[Mixer]:
     local = _sliding(full, _window(text, 512))
     kinds = _layer_types(text, layers)
     own = [local if (kinds[index] == _SLIDING if kinds else (index + 1) % 5) else full for index in range(layers)]
-    first = layers - min(layers, _size(text, ("num_kv_shared_layers",), 15, minimum=0))
+    first = layers - min(layers, size_of(text, ("num_kv_shared_layers",), 15, minimum=0))
     return [
         mixer if index < first else replace(mixer, shares_kv_with=max(0, first - (2 if mixer.window else 1)))
         for index, mixer in enumerate(own)
@@ -351,19 +352,19 @@ def _gemma4(text: Text) -> list[Mixer]:
     """Global layers have their own head size, and with attention_k_eq_v their own KV heads (models/gemma4.py)."""
     layers = _layers(text)
     base = replace(
-        _attention(text), head_dim=_size(text, ("head_dim",), 256), v_head_dim=_size(text, ("head_dim",), 256)
+        _attention(text), head_dim=size_of(text, ("head_dim",), 256), v_head_dim=size_of(text, ("head_dim",), 256)
     )
-    wide = _size(text, ("global_head_dim",), 512)
+    wide = size_of(text, ("global_head_dim",), 512)
     kv_heads = base.kv_heads
     if text.get("attention_k_eq_v") is True:
-        kv_heads = _size(text, ("num_global_key_value_heads",), kv_heads)
+        kv_heads = size_of(text, ("num_global_key_value_heads",), kv_heads)
     full = replace(base, kv_heads=kv_heads, head_dim=wide, v_head_dim=wide)
     local = _sliding(base, _window(text, 512))
     kinds = _layer_types(text, layers) or [_SLIDING if (index + 1) % 6 else "full_attention" for index in range(layers)]
     # transformers turns the last layer global.
     kinds[-1] = "full_attention"
     own = [local if kind == _SLIDING else full for kind in kinds]
-    first = layers - min(layers, _size(text, ("num_kv_shared_layers",), 0, minimum=0))
+    first = layers - min(layers, size_of(text, ("num_kv_shared_layers",), 0, minimum=0))
     latest = {kind: index for index, kind in enumerate(kinds[:first])}
     return [
         mixer if index < first or kinds[index] not in latest else replace(mixer, shares_kv_with=latest[kinds[index]])
@@ -375,11 +376,11 @@ def _llama4(text: Text) -> list[Mixer]:
     """Layers with rotary embeddings attend inside chunks (models/llama4.py)."""
     layers = _layers(text)
     full = _attention(text)
-    chunk = _size(text, ("attention_chunk_size",), 8192) if text.get("attention_chunk_size", 1) is not None else None
+    chunk = size_of(text, ("attention_chunk_size",), 8192) if text.get("attention_chunk_size", 1) is not None else None
     local = replace(full, kind="chunked", window=chunk) if chunk else full
     rope = _integers(text, "no_rope_layers")
     if not rope:
-        interval = _size(text, ("no_rope_layer_interval",), 4)
+        interval = size_of(text, ("no_rope_layer_interval",), 4)
         rope = [int((index + 1) % interval != 0) for index in range(layers)]
     return [local if index < len(rope) and rope[index] else full for index in range(layers)]
 
@@ -387,11 +388,11 @@ def _llama4(text: Text) -> list[Mixer]:
 def _step(text: Text) -> list[Mixer]:
     """Step-3.5 and 3.7: global layers may have other head counts for Q, KV heads are the same (models/step3p5.py)."""
     layers = _layers(text)
-    full = replace(_attention(text), kv_heads=_size(text, ("num_attention_groups", "num_key_value_heads")))
+    full = replace(_attention(text), kv_heads=size_of(text, ("num_attention_groups", "num_key_value_heads")))
     local = _sliding(full, _window(text))
     other = text.get("attention_other_setting")
     if isinstance(other, Mapping) and other.get("attention_type") == _SLIDING:
-        local = replace(local, heads=_size(other, ("num_attention_heads",), full.heads))
+        local = replace(local, heads=size_of(other, ("num_attention_heads",), full.heads))
     kinds = _layer_types(text, layers) or [_SLIDING if index % 2 == 0 else "" for index in range(layers)]
     return [local if kind == _SLIDING else full for kind in kinds]
 
@@ -400,15 +401,15 @@ def _mimo_v2(text: Text) -> list[Mixer]:
     """K and V of different size, and other heads in the windowed layers (models/mimo_v2.py)."""
     layers = _layers(text)
     full = _attention(text)
-    full = replace(full, v_head_dim=_size(text, ("v_head_dim",), full.head_dim))
-    head_dim = _size(text, ("swa_head_dim",), full.head_dim)
+    full = replace(full, v_head_dim=size_of(text, ("v_head_dim",), full.head_dim))
+    head_dim = size_of(text, ("swa_head_dim",), full.head_dim)
     local = Mixer(
         "sliding",
-        heads=_size(text, ("swa_num_attention_heads",), full.heads),
-        kv_heads=_size(text, ("swa_num_key_value_heads",), full.kv_heads),
+        heads=size_of(text, ("swa_num_attention_heads",), full.heads),
+        kv_heads=size_of(text, ("swa_num_key_value_heads",), full.kv_heads),
         head_dim=head_dim,
-        v_head_dim=_size(text, ("swa_v_head_dim",), head_dim),
-        window=_size(text, ("sliding_window_size", "sliding_window"), 128),
+        v_head_dim=size_of(text, ("swa_v_head_dim",), head_dim),
+        window=size_of(text, ("sliding_window_size", "sliding_window"), 128),
     )
     pattern = _integers(text, "hybrid_layer_pattern")
     return [local if index < len(pattern) and pattern[index] == 1 else full for index in range(layers)]
@@ -422,7 +423,7 @@ def _minimax_m3(text: Text) -> list[Mixer]:
     freq = _integers(sparse_config, "sparse_attention_freq")
     sparse = full
     if freq:
-        dim = _size(sparse_config, ("sparse_index_dim",), 128)
+        dim = size_of(sparse_config, ("sparse_index_dim",), 128)
         sparse = replace(full, index_dim=dim, index_kind="minimax_m3")
     return [sparse if index < len(freq) and freq[index] else full for index in range(layers)]
 
@@ -433,15 +434,15 @@ def _deci(text: Text) -> list[Mixer]:
     blocks = text.get("block_configs")
     if not isinstance(blocks, list):
         return _plain(text)
-    heads = _size(text, _HEADS)
-    head_dim = _size(text, ("head_dim",), 0, minimum=0) or _size(text, _HIDDEN) // heads
+    heads = size_of(text, _HEADS)
+    head_dim = size_of(text, ("head_dim",), 0, minimum=0) or size_of(text, _HIDDEN) // heads
     result = []
     for block in blocks[:layers]:
         attention = _sub(block, "attention") if isinstance(block, Mapping) else {}
         if attention.get("no_op") is True or attention.get("replace_with_linear") is True:
             result.append(NONE)
             continue
-        group = _size(attention, ("n_heads_in_group",))
+        group = size_of(attention, ("n_heads_in_group",))
         result.append(Mixer("full", heads, max(1, heads // group), head_dim, head_dim))
     if len(result) < layers:
         raise ModelConfigError(
@@ -456,10 +457,10 @@ def _mla(text: Text) -> list[Mixer]:
     mixer = _latent(text)
     if text.get("index_topk") is None:
         return [mixer] * layers
-    indexed = replace(mixer, index_dim=_size(text, ("index_head_dim",), 128), index_kind="dsa")
+    indexed = replace(mixer, index_dim=size_of(text, ("index_head_dim",), 128), index_kind="dsa")
     pattern = text.get("index_topk_pattern")
-    freq = _size(text, ("index_topk_freq",), 1)
-    offset = _size(text, ("index_skip_topk_offset",), 2, minimum=0)
+    freq = size_of(text, ("index_topk_freq",), 1)
+    offset = size_of(text, ("index_skip_topk_offset",), 2, minimum=0)
     shared = replace(indexed, index_shared=True)
     if isinstance(pattern, str):
         return [shared if pattern[index : index + 1] == "S" else indexed for index in range(layers)]
@@ -467,8 +468,8 @@ def _mla(text: Text) -> list[Mixer]:
 
 
 def _latent(text: Text) -> Mixer:
-    row = _size(text, ("kv_lora_rank",)) + _size(text, ("qk_rope_head_dim",), 64, minimum=0)
-    return Mixer("mla", heads=_size(text, _HEADS), kv_heads=1, head_dim=row)
+    row = size_of(text, ("kv_lora_rank",)) + size_of(text, ("qk_rope_head_dim",), 64, minimum=0)
+    return Mixer("mla", heads=size_of(text, _HEADS), kv_heads=1, head_dim=row)
 
 
 def _deepseek(text: Text) -> list[Mixer]:
@@ -480,10 +481,10 @@ def _deepseek_v4(text: Text) -> list[Mixer]:
     layers = _layers(text)
     window = Mixer(
         "mla",
-        heads=_size(text, _HEADS),
+        heads=size_of(text, _HEADS),
         kv_heads=1,
-        head_dim=_size(text, ("head_dim",), 512),
-        window=_size(text, ("sliding_window",), 128),
+        head_dim=size_of(text, ("head_dim",), 512),
+        window=size_of(text, ("sliding_window",), 128),
         index_kind="deepseek_v4",
     )
     ratios = _integers(text, "compress_ratios")
@@ -493,7 +494,7 @@ def _deepseek_v4(text: Text) -> list[Mixer]:
     by_ratio = {
         0: window,
         1: window,
-        4: replace(window, compress=4, index_dim=_size(text, ("index_head_dim",), 128)),
+        4: replace(window, compress=4, index_dim=size_of(text, ("index_head_dim",), 128)),
         128: replace(window, compress=128),
     }
     result = []
@@ -511,10 +512,10 @@ def _gdn(text: Text) -> list[Mixer]:
     full = _attention(text)
     if text.get("head_dim") is None:
         full = replace(full, head_dim=256, v_head_dim=256)
-    key_heads = _size(text, ("linear_num_key_heads",), 16)
-    value_heads = _size(text, ("linear_num_value_heads",), 32)
-    key_dim = _size(text, ("linear_key_head_dim",), 128)
-    value_dim = _size(text, ("linear_value_head_dim",), 128)
+    key_heads = size_of(text, ("linear_num_key_heads",), 16)
+    value_heads = size_of(text, ("linear_num_value_heads",), 32)
+    key_dim = size_of(text, ("linear_key_head_dim",), 128)
+    value_dim = size_of(text, ("linear_value_head_dim",), 128)
     dtype = text.get("mamba_ssm_dtype")
     linear = Mixer(
         "gdn",
@@ -523,11 +524,11 @@ def _gdn(text: Text) -> list[Mixer]:
         state_head_dim=value_dim,
         state_dim=key_dim,
         state_groups=key_heads,
-        conv_kernel=_size(text, ("linear_conv_kernel_dim",), 4),
+        conv_kernel=size_of(text, ("linear_conv_kernel_dim",), 4),
         state_dtype=dtype if isinstance(dtype, str) else None,
     )
     kinds = _layer_types(text, layers)
-    interval = _size(text, ("full_attention_interval",), 4)
+    interval = size_of(text, ("full_attention_interval",), 4)
     return [
         full if (kinds[index] == "full_attention" if kinds else (index + 1) % interval == 0) else linear
         for index in range(layers)
@@ -540,8 +541,8 @@ def _kimi_linear(text: Text) -> list[Mixer]:
     linear_config = _sub(text, "linear_attn_config")
     if not linear_config:
         return _mla(text)
-    heads = _size(linear_config, ("num_heads",))
-    head_dim = _size(linear_config, ("head_dim",), 128)
+    heads = size_of(linear_config, ("num_heads",))
+    head_dim = size_of(linear_config, ("head_dim",), 128)
     kda = Mixer(
         "kda",
         inner=heads * head_dim,
@@ -549,7 +550,7 @@ def _kimi_linear(text: Text) -> list[Mixer]:
         state_head_dim=head_dim,
         state_dim=head_dim,
         state_groups=heads,
-        conv_kernel=_size(linear_config, ("short_conv_kernel_size",), 4),
+        conv_kernel=size_of(linear_config, ("short_conv_kernel_size",), 4),
     )
     mla = _latent(text)
     # Layers are counted from one.
@@ -559,20 +560,20 @@ def _kimi_linear(text: Text) -> list[Mixer]:
 
 def _mamba2(text: Text, prefix: str = "mamba_") -> Mixer:
     """The state of a Mamba-2 layer as Bamba-like configs spell it."""
-    heads = _size(text, ("mamba_n_heads", "mamba_num_heads"), 128)
-    inner = _size(text, ("mamba_d_ssm",), 0, minimum=0)
-    inner = inner or _size(text, ("mamba_expand",), 2) * _size(text, _HIDDEN)
+    heads = size_of(text, ("mamba_n_heads", "mamba_num_heads"), 128)
+    inner = size_of(text, ("mamba_d_ssm",), 0, minimum=0)
+    inner = inner or size_of(text, ("mamba_expand",), 2) * size_of(text, _HIDDEN)
     head_dim = text.get("mamba_d_head", "auto")
-    size = inner // heads if head_dim in ("auto", None) else _size(text, ("mamba_d_head",))
+    size = inner // heads if head_dim in ("auto", None) else size_of(text, ("mamba_d_head",))
     return Mixer(
         "mamba2",
         inner=inner,
         state_heads=heads,
         state_head_dim=size,
-        state_dim=_size(text, ("mamba_d_state",), 256),
-        state_groups=_size(text, ("mamba_n_groups",), 1),
-        conv_kernel=_size(text, ("mamba_d_conv",), 4),
-        chunk=_size(text, ("mamba_chunk_size", "chunk_size"), 256),
+        state_dim=size_of(text, ("mamba_d_state",), 256),
+        state_groups=size_of(text, ("mamba_n_groups",), 1),
+        conv_kernel=size_of(text, ("mamba_d_conv",), 4),
+        chunk=size_of(text, ("mamba_chunk_size", "chunk_size"), 256),
     )
 
 
@@ -596,26 +597,28 @@ def _falcon_h1(text: Text) -> list[Mixer]:
 
 
 def _jamba(text: Text) -> list[Mixer]:
-    period = _size(text, ("attn_layer_period",), 8)
-    offset = _size(text, ("attn_layer_offset",), 4, minimum=0)
-    inner = _size(text, ("mamba_expand",), 2) * _size(text, _HIDDEN)
+    period = size_of(text, ("attn_layer_period",), 8)
+    offset = size_of(text, ("attn_layer_offset",), 4, minimum=0)
+    inner = size_of(text, ("mamba_expand",), 2) * size_of(text, _HIDDEN)
     state = Mixer(
         "mamba1",
         inner=inner,
-        state_dim=_size(text, ("mamba_d_state",), 16),
-        conv_kernel=_size(text, ("mamba_d_conv",), 4),
+        state_dim=size_of(text, ("mamba_d_state",), 16),
+        conv_kernel=size_of(text, ("mamba_d_conv",), 4),
     )
     full = _attention(text)
     return [full if index % period == offset else state for index in range(_layers(text))]
 
 
 def _mamba1_only(text: Text) -> list[Mixer]:
-    inner = _size(text, ("intermediate_size",), 0, minimum=0) or _size(text, ("expand",), 2) * _size(text, _HIDDEN)
+    inner = size_of(text, ("intermediate_size",), 0, minimum=0) or size_of(text, ("expand",), 2) * size_of(
+        text, _HIDDEN
+    )
     state = Mixer(
         "mamba1",
         inner=inner,
-        state_dim=_size(text, ("state_size",), 16),
-        conv_kernel=_size(text, ("conv_kernel",), 4),
+        state_dim=size_of(text, ("state_size",), 16),
+        conv_kernel=size_of(text, ("conv_kernel",), 4),
     )
     return [state] * _layers(text)
 
@@ -623,13 +626,13 @@ def _mamba1_only(text: Text) -> list[Mixer]:
 def _mamba2_only(text: Text) -> list[Mixer]:
     state = Mixer(
         "mamba2",
-        inner=_size(text, ("expand",), 2) * _size(text, _HIDDEN),
-        state_heads=_size(text, ("num_heads",), 128),
-        state_head_dim=_size(text, ("head_dim",), 64),
-        state_dim=_size(text, ("state_size",), 128),
-        state_groups=_size(text, ("n_groups",), 8),
-        conv_kernel=_size(text, ("conv_kernel",), 4),
-        chunk=_size(text, ("chunk_size",), 256),
+        inner=size_of(text, ("expand",), 2) * size_of(text, _HIDDEN),
+        state_heads=size_of(text, ("num_heads",), 128),
+        state_head_dim=size_of(text, ("head_dim",), 64),
+        state_dim=size_of(text, ("state_size",), 128),
+        state_groups=size_of(text, ("n_groups",), 8),
+        conv_kernel=size_of(text, ("conv_kernel",), 4),
+        chunk=size_of(text, ("chunk_size",), 256),
     )
     return [state] * _layers(text)
 
@@ -666,7 +669,7 @@ def _is_nemotron_h(config: Mapping[str, Any], text: Text) -> bool:
 
 
 def _nemotron_attention(text: Text) -> Mixer:
-    head_dim = _size(text, ("attention_head_dim", "head_dim"), 128)
+    head_dim = size_of(text, ("attention_head_dim", "head_dim"), 128)
     return _sliding(replace(_attention(text), head_dim=head_dim, v_head_dim=head_dim), _window(text))
 
 
@@ -686,18 +689,18 @@ def _nemotron_h(text: Text) -> list[Mixer]:
         raise ModelConfigError(
             f"config.json: {len(kinds)} layers or more are more than any model has", key="hybrid_override_pattern"
         )
-    heads = _size(text, ("mamba_num_heads",), 128)
-    head_dim = _size(text, ("mamba_head_dim",), 64)
+    heads = size_of(text, ("mamba_num_heads",), 128)
+    head_dim = size_of(text, ("mamba_head_dim",), 64)
     dtype = text.get("mamba_ssm_cache_dtype", "float32")
     state = Mixer(
         "mamba2",
         inner=heads * head_dim,
         state_heads=heads,
         state_head_dim=head_dim,
-        state_dim=_size(text, ("ssm_state_size",), 128),
-        state_groups=_size(text, ("n_groups", "mamba_n_groups"), 8),
-        conv_kernel=_size(text, ("conv_kernel", "mamba_d_conv"), 4),
-        chunk=_size(text, ("chunk_size", "mamba_chunk_size"), 128),
+        state_dim=size_of(text, ("ssm_state_size",), 128),
+        state_groups=size_of(text, ("n_groups", "mamba_n_groups"), 8),
+        conv_kernel=size_of(text, ("conv_kernel", "mamba_d_conv"), 4),
+        chunk=size_of(text, ("chunk_size", "mamba_chunk_size"), 128),
         state_dtype=dtype if isinstance(dtype, str) else "float32",
     )
     by_kind = {"mamba": state, "attention": _nemotron_attention(text), "none": NONE}
@@ -708,8 +711,8 @@ def _lfm2(text: Text) -> list[Mixer]:
     layers = _layers(text)
     conv = Mixer(
         "short_conv",
-        inner=_size(text, ("conv_dim",), 0, minimum=0) or _size(text, _HIDDEN),
-        conv_kernel=_size(text, ("conv_L_cache",), 3),
+        inner=size_of(text, ("conv_dim",), 0, minimum=0) or size_of(text, _HIDDEN),
+        conv_kernel=size_of(text, ("conv_L_cache",), 3),
     )
     full = _attention(text)
     kinds = _layer_types(text, layers)
@@ -744,8 +747,8 @@ def _encoder(text: Text) -> list[Mixer]:
 
 def _whole_heads(text: Text) -> list[Mixer]:
     """MiniCPM3: latent projections, but a plain cache of whole heads (models/minicpm3.py)."""
-    heads = _size(text, _HEADS)
-    dim = _size(text, ("qk_nope_head_dim",)) + _size(text, ("qk_rope_head_dim",))
+    heads = size_of(text, _HEADS)
+    dim = size_of(text, ("qk_nope_head_dim",)) + size_of(text, ("qk_rope_head_dim",))
     return [Mixer("full", heads, heads, dim, dim)] * _layers(text)
 
 

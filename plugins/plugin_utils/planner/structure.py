@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from .errors import ModelConfigError, UnsupportedArchitectureError, short
-from .mixers import Mixer, architecture_of, generative_name, mixers
+from .mixers import Mixer, architecture_of, generative_name, mixers, size_of
 from .model import Model, text_config
 
 _MAX_SIZE = 1 << 32
@@ -203,24 +203,6 @@ class Source:
     @property
     def vocabulary(self) -> int:
         return self.size("vocab_size", "padded_vocab_size")
-
-
-def size_of(text: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, minimum: int = 1) -> int:
-    """The first of these keys that config.json has, as an integer in bounds."""
-    for name in names:
-        value = text.get(name)
-        if value is None:
-            continue
-        if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_SIZE:
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_SIZE:
-            raise ModelConfigError(
-                f"config.json: {name} = {short(value)} is not an integer from {minimum} up", key=name
-            )
-        return value
-    if default is None:
-        raise ModelConfigError(f"config.json has no {names[0]}", key=names[0])
-    return default
 
 
 @dataclass(frozen=True)
