@@ -6,6 +6,7 @@ Every string that comes from an inventory or a model passes `_text`.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -48,7 +49,8 @@ p { margin: 4px 0; } .soft { color: var(--soft); } ul { margin: 4px 0; padding-l
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; vertical-align: top;
   padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; } td.n { font-variant-numeric: tabular-nums; }
-pre { background: var(--panel); padding: 10px 12px; margin: 4px 0; white-space: pre-wrap; font-size: 13px; }
+pre { background: var(--panel); padding: 10px 12px; margin: 4px 0; overflow-x: auto; font-size: 13px; }
+@media (max-width: 700px) { table { display: block; overflow-x: auto; } th, td { overflow-wrap: normal; } }
 .scroll { overflow-x: auto; } svg { display: block; max-width: 100%; height: auto; } svg text { fill: var(--fg);
   font: 12px system-ui, sans-serif; } svg text.s { fill: var(--soft); font-size: 11px; } svg text.w { fill: #fff;
   font-size: 11px; } .warn { border-left: 3px solid var(--warn); padding: 2px 0 2px 12px; }
@@ -134,7 +136,18 @@ def _instance(name: str, instance: Mapping[str, Any]) -> Iterator[str]:
     yield f"<table><tbody>{rows}</tbody></table>"
     for item in instance["commands"][:DRAWN_REPLICAS]:
         where = f"replica {item['replica']} on {item['node']} ({item['role']})"
-        yield f"<p class='soft'>{_text(where)}</p><pre>{_text(command_text(item))}</pre>"
+        yield f"<p class='soft'>{_text(where)}</p><pre>{_text(_command(item))}</pre>"
+
+
+def _command(item: Mapping[str, Any]) -> str:
+    """A command for a shell with a line for each flag, which neither wraps inside a word nor runs off the page."""
+    whole = command_text(item)
+    flags = [index for index, arg in enumerate(item["args"]) if arg.startswith("--")]
+    if not flags:
+        return whole
+    tail = [shlex.join(item["args"][a:b]) for a, b in zip(flags, [*flags[1:], len(item["args"])], strict=True)]
+    head = whole.removesuffix(" ".join(tail)).rstrip()
+    return " \\\n    ".join([head, *tail])
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from html.parser import HTMLParser
 from typing import Any
 
@@ -190,6 +191,20 @@ class Strict(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_commands_of_the_page_have_a_line_a_flag_and_are_still_the_command() -> None:
+    found = document(cluster())
+    command = found["instances"]["big"]["commands"][0]
+    command["args"] += ["--port", "8000", "--hf-overrides", '{"a": "b --not-a-flag"}']
+    page = Strict()
+    page.feed(render_html(found))
+    shown = page.text[page.text.index("vllm serve") :]
+    lines = shown[: shown.index("not-a-flag") + 13].splitlines()
+    assert all(line.startswith("    --") and line.count(" --") == 1 for line in lines[1:-1])
+    assert len(lines) == 3
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    assert shlex.split(" ".join(line.removesuffix("\\") for line in lines))[2:] == command["args"]
 
 
 def test_page_is_closed_drawn_and_self_contained() -> None:
