@@ -227,7 +227,7 @@ def cluster(run: Callable[..., Run]) -> Run:
         ["vllm_instances.long.context_length = 4096", "2048 tokens", "max_position_embeddings=2048", "2048 or less"],
         ["vllm_instances.heads.parallelism.tensor = 3", "attention heads (8)", "one of 1, 2, 4, 8"],
         ["vllm_instances.many.parallelism", "asks for 32 GPUs", "Lower parallelism"],
-        ["vllm_instances.greedy.nodes", "two instances on the same GPUs", "pin parallelism.tensor"],
+        ["vllm_instances.greedy.nodes", "instances on the same GPUs", "pin parallelism.tensor"],
         ["vllm_instances.b.port = 8000", "duplicate port on n2", "another port"],
         ["vllm_instances.b.executor = mp", "whose GPUs Ray hands out", "the same executor"],
         ["vllm_instances.flags.args.max-modl-len = 1", "no flag of vLLM", "Did you mean 'max-model-len'?"],

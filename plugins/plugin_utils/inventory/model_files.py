@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from .validate import Problem, not_set, show
 MODELS_DIR = "models"
 _REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 _REVISION = re.compile(r"^[A-Za-z0-9][\w.-]*$")
+
+
+class ConfigFile(dict[str, Any]):
+    """The content of a config.json that knows its file, so that an error about a value can name it."""
+
+    def __init__(self, content: Mapping[str, Any], file: Path) -> None:
+        super().__init__(content)
+        self.file = str(file)
 
 
 def model_path(model: Mapping[str, Any], state_dir: str) -> str | None:
@@ -108,10 +117,28 @@ def _beside(model: Mapping[str, Any], inventory_dir: Path | None) -> Path:
 def _load(variable: str, value: str, path: Path, remedy: str) -> tuple[dict[str, Any] | None, list[Problem]]:
     try:
         config = load_config(path)
+        if twice := _told_twice(path):
+            return None, [Problem("", variable, show(value), f"{path}: {twice}", "remove the wrong one from the file")]
         # Some publishers keep the quantization in a file of its own.
         for beside in (path.with_name("hf_quant_config.json"), path.with_name(f"{path.stem}.hf_quant_config.json")):
             if "quantization_config" not in config and beside.is_file():
                 config["hf_quant_config"] = load_config(beside)
-        return config, []
+        return ConfigFile(config, path), []
     except ModelConfigError as error:
         return None, [Problem("", variable, show(value), str(error), remedy)]
+
+
+def _told_twice(path: Path) -> str:
+    """The first key with two values in one object; readers of JSON keep the last without a word."""
+    found: list[str] = []
+
+    def look(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values and values[key] != value and not found:
+                found.append(f"{show(key)} is there twice, as {show(values[key])} and as {show(value)}")
+            values[key] = value
+        return values
+
+    json.loads(path.read_bytes(), object_pairs_hook=look)
+    return found[0] if found else ""

@@ -17,8 +17,16 @@ DEFAULT_VERSION = "0.33.0"
 OLDEST_VERSION = (0, 19, 0)
 # Larger values occur in no flag; arithmetic with them would only hide a mistake.
 MAX_VALUE = 1 << 40
+# Flags that read JSON, which may be given as text.
+_JSON_FLAGS = ("compilation_config", "eplb_config", "kv_transfer_config", "limit_mm_per_prompt")
+# Flags that are looked up where they matter.
+_WORDS = ("all2all_backend", "attention_backend", "mm_encoder_tp_mode", "performance_mode")
 _AUTO_LENGTH = ("auto", -1, "-1")
-_SUFFIXES = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1024, "M": 1024**2, "G": 1024**3}
+# vllm/utils/argparse_utils.py: human_readable_int.
+_SIZE = re.compile(r"(\d{1,15})([KMGT]?)|(\d{1,15}(?:\.\d{1,15})?)([kmgt])")
+_SUFFIXES = {
+    letter: base**power for base, letters in ((1000, "kmgt"), (1024, "KMGT")) for power, letter in enumerate(letters, 1)
+}
 
 
 @dataclass(frozen=True)
@@ -102,11 +110,12 @@ def parse_card(gpu: Any) -> Card:
 def parse_engine(flags: Mapping[str, Any] | None) -> Engine:
     """Check the flags that decide memory. Raises PlannerError with the key of the first wrong one."""
     flags = dict(flags or {})
-    speculative = flags.get("speculative_config") or {}
-    if isinstance(speculative, str):
-        speculative = _json(speculative, "speculative_config")
-    if not isinstance(speculative, Mapping):
-        raise PlannerError(f"speculative_config = {short(speculative)} is not a mapping.", key="speculative_config")
+    for key in _JSON_FLAGS:
+        if isinstance(flags.get(key), str) and flags[key]:
+            flags[key] = _json(flags[key], key)
+    for key in _WORDS:
+        _word(flags, key, "")
+    speculative = mapping_flag(flags, "speculative_config")
     length = flags.get("max_model_len")
     auto = length in _AUTO_LENGTH and not isinstance(length, bool)
     lora = _boolean(flags, "enable_lora", False)
@@ -119,7 +128,8 @@ def parse_engine(flags: Mapping[str, Any] | None) -> Engine:
         layer_partition=_partition(flags.get("pp_layer_partition")),
         draft_tensor=_integer(speculative, "draft_tensor_parallel_size", None, prefix="speculative_config."),
         eplb=bool(_boolean(flags, "enable_eplb", False)),
-        redundant_experts=_redundant_experts(flags.get("eplb_config")),
+        redundant_experts=_redundant_experts(mapping_flag(flags, "eplb_config")),
+        adaptive=speculative.get("enable_adaptive_verification") is True,
     )
     utilization = _float(flags, "gpu_memory_utilization", None, 0.0, 1.0)
     if utilization == 0:
@@ -157,13 +167,19 @@ def parse_engine(flags: Mapping[str, Any] | None) -> Engine:
     )
 
 
-def _redundant_experts(config: Any) -> int:
-    if isinstance(config, str):
-        config = _json(config, "eplb_config")
-    if config is None:
-        return 0
-    if not isinstance(config, Mapping):
-        raise PlannerError(f"eplb_config = {short(config)} is not a mapping.", key="eplb_config")
+def mapping_flag(flags: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The value of a flag that reads JSON, given as a mapping or as text; empty where the flag is not given."""
+    value = flags.get(key)
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        value = _json(value, key)
+    if not isinstance(value, Mapping):
+        raise PlannerError(f"{key} = {short(value)} is not a mapping.", key=key)
+    return value
+
+
+def _redundant_experts(config: Mapping[str, Any]) -> int:
     number = config.get("num_redundant_experts")
     if number == 0 and not isinstance(number, bool):
         return 0
@@ -174,7 +190,7 @@ def _json(text: str, key: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PlannerError(f"{key} = {short(text)} is not JSON.", key=key) from error
+        raise PlannerError(f"{key} is not JSON: {short(text)}.", key=key) from error
 
 
 def _integer(source: Mapping[str, Any], key: str, default: int | None, *, prefix: str = "") -> int | None:
@@ -182,8 +198,12 @@ def _integer(source: Mapping[str, Any], key: str, default: int | None, *, prefix
     if value is None:
         return default
     number = value
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,15})([kKmMgG]?)", value.strip())):
-        number = int(match[1]) * _SUFFIXES.get(match[2], 1)
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        number = (
+            int(match[1]) * _SUFFIXES.get(match[2], 1)
+            if match[3] is None
+            else int(float(match[3]) * _SUFFIXES[match[4]])
+        )
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_VALUE:
         name = f"{prefix}{key}"
         raise PlannerError(f"{name} = {short(value)} is not a positive integer up to {MAX_VALUE}.", key=name)

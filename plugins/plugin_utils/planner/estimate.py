@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .cards import chip, visible_gib
-from .engine import OLDEST_VERSION, Card, Engine, parse_card, parse_engine
+from .engine import OLDEST_VERSION, Card, Engine, mapping_flag, parse_card, parse_engine
 from .errors import PlannerError, UnsupportedArchitectureError
 from .kv_cache import KVPlan, KVResult, checkpoint_kv_dtype, kv_plan
 from .mixers import draft_mixers, mixers
@@ -61,9 +61,7 @@ def estimate(
     ):
         check_plain(value, key)
     flags = dict(engine or {})
-    overrides = flags.get("hf_overrides")
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise PlannerError(f"hf_overrides = {str(overrides)[:60]!r} is not a mapping.", key="hf_overrides")
+    overrides = mapping_flag(flags, "hf_overrides")
     model = parse_config(merge(config, overrides) if overrides else config, hf_quant_config)
     draft = None if draft_config is None else parse_config(draft_config)
     return estimate_model(model, gpu, flags, draft)
@@ -91,11 +89,15 @@ def estimate_model(
             f"({model.max_context_key}={model.max_context} or model_max_length={model.max_context_alternative} in "
             "model's config.json)."
         )
+    seqs, tokens = batch_defaults(engine, cards[0], model)
+    unscheduled = _unscheduled(engine, seqs, tokens, length)
+    if unscheduled:
+        return _refused(unscheduled)
     # Each stage on its own kind of GPU, which decides its kernels.
-    kinds = {card: _of_kind(model, engine, card, draft) for card in dict.fromkeys(cards)}
+    plan = _cache_plan(model, engine, cards[0], length, draft)
+    kinds = {card: _of_kind(model, engine, card, draft, plan.block_size) for card in dict.fromkeys(cards)}
     weights = [kinds[card][0][stage] for stage, card in enumerate(cards)]
     overheads = [kinds[card][1][stage] for stage, card in enumerate(cards)]
-    plan = _cache_plan(model, engine, cards[0], length, draft)
     share = utilization(engine)
     # Buffers that attention makes while it loads are part of what vLLM prints as the weights.
     loaded = [weight.bytes / GIB + part.loaded_gib for weight, part in zip(weights, overheads, strict=True)]
@@ -105,7 +107,6 @@ def estimate_model(
     ]
     if engine.kv_cache_memory_bytes is not None:
         free = [engine.kv_cache_memory_bytes / GIB] * layout.pipeline
-    seqs, _ = batch_defaults(engine, cards[0], model)
     sized = plan.size(
         [gib * GIB for gib in free],
         length,
@@ -114,22 +115,47 @@ def estimate_model(
         blocks_override=_blocks_override(engine),
     )
     error = sized.error
-    for card, gib in zip(cards, loaded, strict=True):
-        if gib + _CONTEXT_GIB > visible_gib(card):
+    for stage, (card, gib) in enumerate(zip(cards, loaded, strict=True)):
+        taken = f"The weights of one rank take {gib:.2f} GiB"
+        total = gib + _CONTEXT_GIB
+        # Nothing but the card itself limits what these flags ask for.
+        asked = _asked_cache(engine, sized.num_blocks * plan.block_bytes[stage] / GIB)
+        if asked is not None and total <= visible_gib(card):
+            total += asked + overheads[stage].activation_gib
+            taken += f", its KV cache {asked:.2f} GiB"
+        if total > visible_gib(card):
             error = (
-                f"torch.OutOfMemoryError: CUDA out of memory. The weights of one rank take {gib:.2f} GiB, the GPU has "
-                f"a total capacity of {visible_gib(card):.2f} GiB."
+                f"torch.OutOfMemoryError: CUDA out of memory. {taken}, the GPU has a total capacity of "
+                f"{visible_gib(card):.2f} GiB."
             )
             break
     return _result(engine, plan, sized, error, cards=cards, loaded=loaded, overheads=overheads, free=free, draft=draft)
 
 
+def _unscheduled(engine: Engine, seqs: int, tokens: int, length: int) -> str:
+    """Why the scheduler would refuse these sizes (vllm/config/scheduler.py; vllm/config/vllm.py for drafts)."""
+    if tokens < seqs:
+        return f"max_num_batched_tokens ({tokens}) must be greater than or equal to max_num_seqs ({seqs})."
+    if engine.enable_chunked_prefill is False and tokens < length:
+        return (
+            f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({length}). This effectively limits the "
+            "maximum sequence length to max_num_batched_tokens and makes vLLM reject longer sequences. Please increase "
+            "max_num_batched_tokens or decrease max_model_len."
+        )
+    if engine.at_least(0, 32) and tokens <= engine.speculative_tokens:
+        return (
+            "VllmConfig does not have enough slots to schedule a token and support the speculative decoding settings. "
+            f"Got max_num_batched_tokens={tokens} and num_lookahead_tokens={engine.speculative_tokens}."
+        )
+    return ""
+
+
 def _of_kind(
-    model: Model, engine: Engine, card: Card, draft: Model | None
+    model: Model, engine: Engine, card: Card, draft: Model | None, block: int
 ) -> tuple[list[StageWeights], list[StageOverhead]]:
     """What every stage would hold if all were on this kind of GPU."""
     weights = stage_weights(model, engine, draft, card)
-    return weights, stage_overheads(model, engine, card, weights)
+    return weights, stage_overheads(model, engine, card, weights, block)
 
 
 def _cache_plan(model: Model, engine: Engine, card: Card, length: int, draft: Model | None) -> KVPlan:
@@ -160,6 +186,15 @@ def _dtype(model: Model, engine: Engine) -> str:
     if engine.dtype == "auto" and _DTYPES[asked] == "float32":
         return "bfloat16"
     return _DTYPES[asked]
+
+
+def _asked_cache(engine: Engine, blocks_gib: float) -> float | None:
+    """GiB of KV cache that flags ask for, whatever is free; None where vLLM takes what is left."""
+    if _blocks_override(engine) is not None:
+        return blocks_gib
+    if engine.kv_cache_memory_bytes is not None:
+        return engine.kv_cache_memory_bytes / GIB
+    return None
 
 
 def _blocks_override(engine: Engine) -> int | None:

@@ -10,30 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .errors import ModelConfigError, short
-from .mixers import Mixer, mixers, size_of
-from .structure import (
-    _FLOAT32,
-    _LLAMA,
+from .decoder import (
     Family,
-    Item,
-    Linear,
     Moe,
-    Plain,
-    Source,
-    Structure,
     Style,
-    Vocabulary,
-    _attention,
-    _decoder,
-    _ends,
-    _layers,
-    _mamba2_items,
-    _mlp,
-    _moe,
-    _norms,
-    _rotary,
+    attention_items,
+    decoder,
+    layers_of,
+    mlp_items,
+    moe_items,
+    norm_items,
+    rotary_table,
+    with_ends,
 )
+from .errors import ModelConfigError, short
+from .families_states import mamba2_items
+from .families_text import LLAMA
+from .mixers import Mixer, size_of
+from .source import Source
+from .tensors import FLOAT32, Item, Linear, Plain, Structure, Vocabulary
 
 # From these versions on Transformers' modules serve them: classes that 0.26 lacks but 0.19 has, and those that 0.32
 # lacks but 0.26 has.
@@ -66,7 +61,7 @@ def _plain(
     def build(source: Source, architecture: str) -> Structure:
         if rotary:
             source = _half_rotary(source, rotary)
-        structure = _decoder(source, architecture, style)
+        structure = decoder(source, architecture, style)
         return replace(structure, embedding_everywhere=everywhere, head_everywhere=everywhere, own_until=until)
 
     return build
@@ -84,7 +79,7 @@ def _starcoder2(source: Source, architecture: str) -> Structure:
         down="c_proj",
         tied=True,
     )
-    return replace(_decoder(source, architecture, style), own_until=_EARLY)
+    return replace(decoder(source, architecture, style), own_until=_EARLY)
 
 
 _PHI = Style(
@@ -147,7 +142,7 @@ def _falcon(source: Source, architecture: str) -> Structure:
     )
     text = {**source.text, "intermediate_size": 4 * source.hidden}
     text.setdefault("max_position_embeddings", 2048)
-    structure = _decoder(Source(source.config, text), architecture, style)
+    structure = decoder(Source(source.config, text), architecture, style)
     return replace(structure, embedding_everywhere=True, head_everywhere=True)
 
 
@@ -170,10 +165,10 @@ def _opt(source: Source, architecture: str) -> Structure:
     def make(_index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
         def items() -> list[Item]:
             return [
-                *_attention(source, style, mixer),
+                *attention_items(source, style, mixer),
                 Linear("fc1", hidden, (wide,), "column", bias=with_bias),
                 Linear("fc2", wide, (hidden,), "row", bias=with_bias),
-                _norms(source, style),
+                norm_items(source, style),
             ]
 
         return "", items
@@ -188,7 +183,7 @@ def _opt(source: Source, architecture: str) -> Structure:
     return Structure(
         architecture,
         "model.decoder.layers.",
-        _layers(source, make),
+        layers_of(source, make),
         every=tuple(every),
         embedding=Vocabulary("model.decoder.embed_tokens", vocabulary, narrow),
         head=Vocabulary("lm_head", vocabulary, narrow, head=True),
@@ -212,7 +207,7 @@ def _deci(source: Source, architecture: str) -> Structure:
     """`models/nemotron_nas.py`: blocks with attention, MLPs of their own width, or nothing."""
     blocks = source.text.get("block_configs")
     if not isinstance(blocks, list):
-        return _decoder(source, architecture, _LLAMA)
+        return decoder(source, architecture, LLAMA)
 
     def make(index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
         # mixers() has checked that there is a block for each layer.
@@ -227,22 +222,22 @@ def _deci(source: Source, architecture: str) -> Structure:
         def items() -> list[Item]:
             found: list[Item] = []
             if mixer.kind != "none":
-                found += [*_attention(source, _LLAMA, mixer), Plain(source.hidden)]
+                found += [*attention_items(source, LLAMA, mixer), Plain(source.hidden)]
             if wide:
-                found += [*_mlp(source, _LLAMA, "mlp", wide), Plain(source.hidden)]
+                found += [*mlp_items(source, LLAMA, "mlp", wide), Plain(source.hidden)]
             return found
 
         return wide, items
 
-    layers = _layers(source, make)
-    full = next((mixer for mixer in mixers(source.config) if mixer.kind == "full"), None)
-    every = (_rotary(source, full.head_dim),) if full is not None else ()
-    return _ends(source, _LLAMA, Structure(architecture, "model.layers.", layers, every=every))
+    layers = layers_of(source, make)
+    full = next((mixer for mixer in source.mixers if mixer.kind == "full"), None)
+    every = (rotary_table(source, full.head_dim),) if full is not None else ()
+    return with_ends(source, LLAMA, Structure(architecture, "model.layers.", layers, every=every))
 
 
 def _olmoe(source: Source, architecture: str) -> Structure:
     style = Style(qk_norm="full", moe=Moe(experts=("num_experts",), intermediate=("intermediate_size",)))
-    structure = _decoder(source, architecture, style)
+    structure = decoder(source, architecture, style)
     return replace(structure, embedding_everywhere=True, head_everywhere=True)
 
 
@@ -257,24 +252,24 @@ def _granite_moe(source: Source, architecture: str) -> Structure:
     def make(_index: int, mixer: Mixer) -> tuple[Any, Callable[[], list[Item]]]:
         def items() -> list[Item]:
             if mixer.kind == "mamba2":
-                found = _mamba2_items(source, mixer, "mamba", source.flag("mamba_proj_bias"))
+                found = mamba2_items(source, mixer, "mamba", source.flag("mamba_proj_bias"))
             else:
-                found = _attention(source, style, mixer)
+                found = attention_items(source, style, mixer)
             if sparse:
-                found += _moe(source, style, moe)
+                found += moe_items(source, style, moe)
             if shared:
                 found += [
                     Linear("shared_mlp.input_linear", source.hidden, (shared, shared), "column"),
                     Linear("shared_mlp.output_linear", shared, (source.hidden,), "row"),
                 ]
-            return [*found, _norms(source, style)]
+            return [*found, norm_items(source, style)]
 
         return "", items
 
-    full = next((mixer for mixer in mixers(source.config) if mixer.is_attention), None)
+    full = next((mixer for mixer in source.mixers if mixer.is_attention), None)
     turned = full is not None and source.text.get("position_embedding_type", "rope") == "rope"
-    every = (_rotary(source, full.head_dim),) if full is not None and turned else ()
-    structure = _ends(source, style, Structure(architecture, "model.layers.", _layers(source, make), every=every))
+    every = (rotary_table(source, full.head_dim),) if full is not None and turned else ()
+    structure = with_ends(source, style, Structure(architecture, "model.layers.", layers_of(source, make), every=every))
     return replace(structure, embedding_everywhere=True, head_everywhere=True)
 
 
@@ -284,7 +279,7 @@ def _ernie_moe(source: Source, architecture: str) -> Structure:
     moe = Moe(
         experts=("moe_num_experts",),
         intermediate=("moe_intermediate_size",),
-        router_dtype=_FLOAT32,
+        router_dtype=FLOAT32,
         correction=True,
         shared_name="shared_experts",
         shared_count=("moe_num_shared_experts",),
@@ -299,40 +294,40 @@ def _ernie_moe(source: Source, architecture: str) -> Structure:
         sparse = count > 0 and first <= index <= last and (index + 1) % step == 0
 
         def items() -> list[Item]:
-            feed = _moe(source, style, moe) if sparse else _mlp(source, style, "mlp", source.intermediate)
-            return [*_attention(source, style, mixer), *feed, _norms(source, style)]
+            feed = moe_items(source, style, moe) if sparse else mlp_items(source, style, "mlp", source.intermediate)
+            return [*attention_items(source, style, mixer), *feed, norm_items(source, style)]
 
         return sparse, items
 
-    every = (_rotary(source, mixers(source.config)[0].head_dim),)
-    return _ends(source, style, Structure(architecture, "model.layers.", _layers(source, make), every=every))
+    every = (rotary_table(source, source.mixers[0].head_dim),)
+    return with_ends(source, style, Structure(architecture, "model.layers.", layers_of(source, make), every=every))
 
 
 def _olmo2(source: Source, architecture: str) -> Structure:
     """`models/olmo2.py`, `olmo3.py`: windowed layers keep the unscaled table."""
-    style = replace(_LLAMA, qk_norm="split")
-    structure = _decoder(source, architecture, style)
+    style = replace(LLAMA, qk_norm="split")
+    structure = decoder(source, architecture, style)
     newer = architecture == "Olmo3ForCausalLM"
-    if newer and any(mixer.kind == "sliding" for mixer in mixers(source.config)):
+    if newer and any(mixer.kind == "sliding" for mixer in source.mixers):
         unscaled = Source(source.config, {**source.text, "rope_scaling": None, "rope_parameters": None})
-        structure = replace(structure, every=(*structure.every, _rotary(unscaled, mixers(source.config)[0].head_dim)))
+        structure = replace(structure, every=(*structure.every, rotary_table(unscaled, source.mixers[0].head_dim)))
     return replace(structure, embedding_everywhere=True, head_everywhere=True, own_until=_LATE if newer else _EARLY)
 
 
 def _hunyuan(source: Source, architecture: str) -> Structure:
-    style = replace(_LLAMA, qk_norm="head" if source.flag("use_qk_norm") else "")
-    return replace(_decoder(source, architecture, style), own_until=_LATE)
+    style = replace(LLAMA, qk_norm="head" if source.flag("use_qk_norm") else "")
+    return replace(decoder(source, architecture, style), own_until=_LATE)
 
 
 _GLM = Style(qkv_bias=_BIAS)
 
 FAMILIES: dict[str, Family] = {
-    "ApertusForCausalLM": _plain(replace(_LLAMA, gated=False, qk_norm="head")),
-    "ArceeForCausalLM": _plain(replace(_LLAMA, gated=False), until=_LATE),
+    "ApertusForCausalLM": _plain(replace(LLAMA, gated=False, qk_norm="head")),
+    "ArceeForCausalLM": _plain(replace(LLAMA, gated=False), until=_LATE),
     "DeciLMForCausalLM": _deci,
     "Ernie4_5ForCausalLM": _plain(Style(tied=True)),
     "Ernie4_5_MoeForCausalLM": _ernie_moe,
-    "Exaone4ForCausalLM": _plain(replace(_LLAMA, qk_norm="head")),
+    "Exaone4ForCausalLM": _plain(replace(LLAMA, qk_norm="head")),
     "FalconForCausalLM": _falcon,
     "GPTNeoXForCausalLM": _plain(_GPT_NEOX, everywhere=True, until=_LATE, rotary=0.25),
     "Glm4ForCausalLM": _plain(replace(_GLM, norms=4), rotary=0.5),
@@ -341,7 +336,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": _granite_moe,
     "GraniteMoeSharedForCausalLM": _granite_moe,
     "HunYuanDenseV1ForCausalLM": _hunyuan,
-    "NemotronForCausalLM": _plain(replace(_LLAMA, gated=False, norm_bias=True), rotary=0.5),
+    "NemotronForCausalLM": _plain(replace(LLAMA, gated=False, norm_bias=True), rotary=0.5),
     "OPTForCausalLM": _opt,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo2,
@@ -355,7 +350,7 @@ FAMILIES: dict[str, Family] = {
         until=_LATE,
     ),
     # Served by Transformers' modules from the first version on.
-    "SmolLM3ForCausalLM": _plain(replace(_LLAMA, tied=True, rotary=False)),
+    "SmolLM3ForCausalLM": _plain(replace(LLAMA, tied=True, rotary=False)),
     "StableLmForCausalLM": _plain(_STABLELM, everywhere=True, rotary=0.25),
     "Starcoder2ForCausalLM": _starcoder2,
 }

@@ -159,6 +159,8 @@ def check_factor(factor: float) -> None:
 def room(found: Mapping[str, Any]) -> float:
     """Sequences of full length that the KV caches of all engines hold."""
     figures = found["estimate"]
+    if found.get("sequences") is not None:
+        return float(found["sequences"])
     return engines(found) * float(figures["max_concurrency"] or 0.0) if figures else 0.0
 
 

@@ -70,6 +70,9 @@ _UNPRICED = frozenset(
 _STATE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 _DOCS = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
 
+# Methods whose drafts are made from the target's hidden states (config/speculative.py: use_eagle).
+_HIDDEN_STATE_METHODS = frozenset({"eagle", "eagle3", "mtp", "dflash", "dspark"})
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -319,7 +322,10 @@ def kv_plan(
                 )
             caches.append(cache)
             stages.append(stage)
-    hybrid = not engine.disable_hybrid_kv_cache_manager and not any(mixer.kind == "chunked" for mixer in layers)
+    hybrid = not engine.disable_hybrid_kv_cache_manager
+    # Drafts from the target's hidden states and chunked attention do not share one manager yet (config/vllm.py).
+    if engine.speculative.get("method") in _HIDDEN_STATE_METHODS and any(mixer.kind == "chunked" for mixer in layers):
+        hybrid = False
     # A connector switched the manager off before connectors could say that they support it.
     if engine.flags.get("kv_transfer_config") and engine.version < _PADDING:
         hybrid = False
@@ -535,7 +541,10 @@ class _Builder:
             return 0, 1
         if all(state.kind == "mamba2" for state in states) and self.version >= _PREFILL_CHECKPOINTS:
             return 1, 1
-        flash_infer = self.major in (9, 10, 12) and all(
+        flash = self.major in (9, 10, 12)
+        if flash and all(state.exports for state in states) and self.version >= _PREFILL_CHECKPOINTS:
+            return 1, 1
+        flash_infer = flash and all(
             state.kind == "gdn" and (self.major == 9 or state.state_dim == 128) for state in states
         )
         if flash_infer and self.version >= (0, 33, 0):

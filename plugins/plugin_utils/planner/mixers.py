@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ModelConfigError, UnsupportedArchitectureError, short
-from .model import text_config
+from .sections import HEADS, text_config
 
 # Real models end at some hundred layers; the list is built in memory.
 MAX_LAYERS = 2048
@@ -19,7 +19,6 @@ MAX_LAYERS = 2048
 _MAX_SIZE = 1 << 32
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _SLIDING = "sliding_attention"
@@ -64,6 +63,8 @@ class Mixer:
     chunk: int = 0
     # What the checkpoint asks its recurrent state to be kept in; None leaves it to vLLM.
     state_dtype: str | None = None
+    # Its kernel can store states from inside a prefill (Kimi-K3: vllm/models/kimi_k3/nvidia/kda.py, FlashKDA).
+    exports: bool = False
     # A second mixer that runs in the same layer (Falcon-H1: Mamba beside attention).
     beside: Mixer | None = None
 
@@ -156,14 +157,39 @@ def _mtp_layers(config: Mapping[str, Any], text: Text) -> int:
     return 1
 
 
+def distinct(layers: Sequence[Mixer]) -> tuple[Mixer, ...]:
+    """The different ones of the layers that `mixers` gave, in the order of their first appearance."""
+    return tuple({id(mixer): mixer for mixer in layers}.values())
+
+
 def _interned(layers: Sequence[Mixer]) -> tuple[Mixer, ...]:
     """Equal layers become one object. Builders repeat objects, so that few need the slow comparison by value."""
     by_value: dict[Mixer, Mixer] = {}
     by_id: dict[int, Mixer] = {}
     for mixer in layers:
         if id(mixer) not in by_id:
+            _check_heads(mixer)
             by_id[id(mixer)] = by_value.setdefault(mixer, mixer)
     return tuple(by_id[id(mixer)] for mixer in layers)
+
+
+# Names of the two counts of heads of which the second divides the first, by kind of mixer.
+_STATE_HEADS = {
+    "gdn": ("linear_num_value_heads", "linear_num_key_heads"),
+    "mamba2": ("mamba_num_heads", "n_groups"),
+}
+
+
+def _check_heads(mixer: Mixer) -> None:
+    """Groups of heads are equal (layers/attention/attention.py; models/qwen3_next.py; layers/mamba)."""
+    many, few = mixer.heads, mixer.kv_heads
+    names = ("num_attention_heads", "num_key_value_heads")
+    if mixer.is_state:
+        many, few, names = mixer.state_heads, mixer.state_groups, _STATE_HEADS.get(mixer.kind, names)
+    if few and many % few:
+        raise ModelConfigError(
+            f"config.json: {names[0]} = {many} is no multiple of {names[1]} = {few}.", "Correct one of them.", names[1]
+        )
 
 
 def _builder(config: Mapping[str, Any], text: Text) -> Builder:
@@ -223,6 +249,18 @@ def _integers(text: Text, name: str) -> list[int]:
     return [int(item) for item in value]
 
 
+def _each_layer(text: Text, name: str, layers: int) -> list[int]:
+    """A list with an entry a layer, or nothing."""
+    values = _integers(text, name)
+    if values and len(values) < layers:
+        raise ModelConfigError(
+            f"config.json: {name} has {len(values)} entries for {layers} layers.",
+            "Use the checkpoint's own list.",
+            name,
+        )
+    return values
+
+
 def _words(text: Text, name: str) -> list[str]:
     value = text.get(name)
     if value is None:
@@ -268,13 +306,18 @@ def _sub(text: Text, name: str) -> Mapping[str, Any]:
 
 def _attention(text: Text) -> Mixer:
     """Grouped-query attention as most families spell it."""
-    heads = size_of(text, _HEADS)
+    heads = size_of(text, HEADS)
     kv_heads = size_of(text, _KV_HEADS, heads)
     if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
         kv_heads = 1
     # Zero or null means "derive it".
     head_dim = size_of(text, ("head_dim", "hidden_size_per_head"), 0, minimum=0)
-    head_dim = head_dim or max(1, size_of(text, _HIDDEN) // heads)
+    hidden = size_of(text, _HIDDEN)
+    if not head_dim and hidden < heads:
+        raise ModelConfigError(
+            f"config.json: hidden_size = {hidden} is too small for {heads} heads.", "Correct it.", "hidden_size"
+        )
+    head_dim = head_dim or hidden // heads
     return Mixer("full", heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim)
 
 
@@ -378,11 +421,11 @@ def _llama4(text: Text) -> list[Mixer]:
     full = _attention(text)
     chunk = size_of(text, ("attention_chunk_size",), 8192) if text.get("attention_chunk_size", 1) is not None else None
     local = replace(full, kind="chunked", window=chunk) if chunk else full
-    rope = _integers(text, "no_rope_layers")
+    rope = _each_layer(text, "no_rope_layers", layers)
     if not rope:
         interval = size_of(text, ("no_rope_layer_interval",), 4)
         rope = [int((index + 1) % interval != 0) for index in range(layers)]
-    return [local if index < len(rope) and rope[index] else full for index in range(layers)]
+    return [local if rope[index] else full for index in range(layers)]
 
 
 def _step(text: Text) -> list[Mixer]:
@@ -390,9 +433,10 @@ def _step(text: Text) -> list[Mixer]:
     layers = _layers(text)
     full = replace(_attention(text), kv_heads=size_of(text, ("num_attention_groups", "num_key_value_heads")))
     local = _sliding(full, _window(text))
+    local = replace(local, heads=size_of(text, ("num_sliding_attention_heads",), local.heads))
     other = text.get("attention_other_setting")
     if isinstance(other, Mapping) and other.get("attention_type") == _SLIDING:
-        local = replace(local, heads=size_of(other, ("num_attention_heads",), full.heads))
+        local = replace(local, heads=size_of(other, ("num_attention_heads",), local.heads))
     kinds = _layer_types(text, layers) or [_SLIDING if index % 2 == 0 else "" for index in range(layers)]
     return [local if kind == _SLIDING else full for kind in kinds]
 
@@ -411,8 +455,8 @@ def _mimo_v2(text: Text) -> list[Mixer]:
         v_head_dim=size_of(text, ("swa_v_head_dim",), head_dim),
         window=size_of(text, ("sliding_window_size", "sliding_window"), 128),
     )
-    pattern = _integers(text, "hybrid_layer_pattern")
-    return [local if index < len(pattern) and pattern[index] == 1 else full for index in range(layers)]
+    pattern = _each_layer(text, "hybrid_layer_pattern", layers) or [0] * layers
+    return [local if pattern[index] == 1 else full for index in range(layers)]
 
 
 def _minimax_m3(text: Text) -> list[Mixer]:
@@ -420,12 +464,12 @@ def _minimax_m3(text: Text) -> list[Mixer]:
     layers = _layers(text)
     full = _attention(text)
     sparse_config = _sub(text, "sparse_attention_config")
-    freq = _integers(sparse_config, "sparse_attention_freq")
+    freq = _each_layer(sparse_config, "sparse_attention_freq", layers) or [0] * layers
     sparse = full
-    if freq:
+    if any(freq):
         dim = size_of(sparse_config, ("sparse_index_dim",), 128)
         sparse = replace(full, index_dim=dim, index_kind="minimax_m3")
-    return [sparse if index < len(freq) and freq[index] else full for index in range(layers)]
+    return [sparse if freq[index] else full for index in range(layers)]
 
 
 def _deci(text: Text) -> list[Mixer]:
@@ -434,7 +478,7 @@ def _deci(text: Text) -> list[Mixer]:
     blocks = text.get("block_configs")
     if not isinstance(blocks, list):
         return _plain(text)
-    heads = size_of(text, _HEADS)
+    heads = size_of(text, HEADS)
     head_dim = size_of(text, ("head_dim",), 0, minimum=0) or size_of(text, _HIDDEN) // heads
     result = []
     for block in blocks[:layers]:
@@ -469,7 +513,7 @@ def _mla(text: Text) -> list[Mixer]:
 
 def _latent(text: Text) -> Mixer:
     row = size_of(text, ("kv_lora_rank",)) + size_of(text, ("qk_rope_head_dim",), 64, minimum=0)
-    return Mixer("mla", heads=size_of(text, _HEADS), kv_heads=1, head_dim=row)
+    return Mixer("mla", heads=size_of(text, HEADS), kv_heads=1, head_dim=row)
 
 
 def _deepseek(text: Text) -> list[Mixer]:
@@ -481,7 +525,7 @@ def _deepseek_v4(text: Text) -> list[Mixer]:
     layers = _layers(text)
     window = Mixer(
         "mla",
-        heads=size_of(text, _HEADS),
+        heads=size_of(text, HEADS),
         kv_heads=1,
         head_dim=size_of(text, ("head_dim",), 512),
         window=size_of(text, ("sliding_window",), 128),
@@ -535,6 +579,9 @@ def _gdn(text: Text) -> list[Mixer]:
     ]
 
 
+_FLASH_KDA_HEAD = 128
+
+
 def _kimi_linear(text: Text) -> list[Mixer]:
     """Kimi delta attention with latent attention in between (models/kimi_linear.py, vllm/models/kimi_k3)."""
     layers = _layers(text)
@@ -551,6 +598,9 @@ def _kimi_linear(text: Text) -> list[Mixer]:
         state_dim=head_dim,
         state_groups=heads,
         conv_kernel=size_of(linear_config, ("short_conv_kernel_size",), 4),
+        exports=linear_config.get("use_full_rank_gate") is True
+        and linear_config.get("gate_lower_bound") is not None
+        and head_dim == _FLASH_KDA_HEAD,
     )
     mla = _latent(text)
     # Layers are counted from one.
@@ -736,8 +786,8 @@ def _minimax_text(text: Text) -> list[Mixer]:
     kinds = _layer_types(text, layers)
     if kinds:
         return [full if kind == "full_attention" else linear for kind in kinds]
-    types = _integers(text, "attn_type_list") or [index % 2 for index in range(layers)]
-    return [full if index < len(types) and types[index] == 1 else linear for index in range(layers)]
+    types = _each_layer(text, "attn_type_list", layers) or [index % 2 for index in range(layers)]
+    return [full if types[index] == 1 else linear for index in range(layers)]
 
 
 def _encoder(text: Text) -> list[Mixer]:
@@ -745,9 +795,17 @@ def _encoder(text: Text) -> list[Mixer]:
     return [replace(_attention(text), kind="encoder")] * _layers(text)
 
 
+def _embedding_gemma(text: Text) -> list[Mixer]:
+    """EmbeddingGemma sees the whole text from every token, so it keeps no cache (models/gemma3.py)."""
+    layers = _GEMMA3(text)
+    if text.get("use_bidirectional_attention") is not True:
+        return layers
+    return [replace(layers[0], kind="encoder", window=None)] * len(layers)
+
+
 def _whole_heads(text: Text) -> list[Mixer]:
     """MiniCPM3: latent projections, but a plain cache of whole heads (models/minicpm3.py)."""
-    heads = size_of(text, _HEADS)
+    heads = size_of(text, HEADS)
     dim = size_of(text, ("qk_nope_head_dim",)) + size_of(text, ("qk_rope_head_dim",))
     return [Mixer("full", heads, heads, dim, dim)] * _layers(text)
 
@@ -782,6 +840,7 @@ _FAMILIES: tuple[tuple[Builder, str], ...] = (
     ),
     (_GEMMA2, "Gemma2ForCausalLM VaultGemmaForCausalLM"),
     (_GEMMA3, "Gemma3ForCausalLM Gemma3ForConditionalGeneration"),
+    (_embedding_gemma, "Gemma3TextModel"),
     (_gemma3n, "Gemma3nForCausalLM Gemma3nForConditionalGeneration"),
     (_gemma4, "Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration"),
     (_COHERE2, "Cohere2ForCausalLM Cohere2VisionForConditionalGeneration Olmo3ForCausalLM"),
@@ -830,7 +889,8 @@ _FAMILIES: tuple[tuple[Builder, str], ...] = (
         "BertModel BertForSequenceClassification BertForTokenClassification RobertaModel "
         "RobertaForSequenceClassification RobertaForTokenClassification XLMRobertaModel "
         "XLMRobertaForSequenceClassification XLMRobertaForTokenClassification ModernBertModel "
-        "ModernBertForSequenceClassification ModernBertForTokenClassification NomicBertModel",
+        "ModernBertForSequenceClassification ModernBertForTokenClassification NomicBertModel GteModel GteNewModel "
+        "GteNewForSequenceClassification",
     ),
 )
 _ARCHITECTURES: dict[str, Builder] = {name: build for build, names in _FAMILIES for name in names.split()}

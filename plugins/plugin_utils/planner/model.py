@@ -7,17 +7,20 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .errors import ModelConfigError, short
+from .faults import check_routing, check_values
+from .mixers import Mixer, distinct, mixers
+from .sections import HEADS, first_of, text_config
 
 # A real config.json has some kilobytes (the largest seen: 70); more is a mistake or an attack.
 MAX_CONFIG_BYTES = 8 * 1024 * 1024
 # Larger counts than this occur in no model; arithmetic with them would only hide the mistake.
 MAX_COUNT = 1 << 40
 
-_TEXT_KEYS = ("text_config", "llm_config", "language_config", "language_model", "decoder", "generator")
 _CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -31,7 +34,6 @@ _CONTEXT_KEYS = (
 )
 # Context extension that is already part of max_position_embeddings, so that the factor must not be applied again.
 _ROPE_ALREADY_SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -42,16 +44,6 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_exp
 _EXPERTS_REQUIRED = re.compile(
     r"Moe|MoE|MOE|Mixtral|GptOss|DeepseekV[234]|GlmMoe|MistralLarge3|KimiK2|KimiK3|MiniMaxM|Step3p7"
 )
-# Files of Gemma 3 hold only what differs from Gemma3TextConfig, heads and vocabulary left out.
-_CLASS_DEFAULTS: Mapping[str, Mapping[str, int]] = {
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-    }
-}
 # What vLLM assumes when the config names no length at all.
 _DEFAULT_CONTEXT = 2048
 
@@ -112,6 +104,16 @@ class Model:
     def is_moe(self) -> bool:
         return self.experts > 0
 
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """What takes the place of attention in each layer; equal layers are the same object."""
+        return mixers(self.config)
+
+    @cached_property
+    def kinds(self) -> tuple[Mixer, ...]:
+        """The different ones among them, in the order of their first layers."""
+        return distinct(self.mixers)
+
 
 def load_config(path: Path) -> dict[str, Any]:
     """Read a config.json, with errors that name the file."""
@@ -143,28 +145,11 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model. Heads are never a mix of text and vision towers."""
-    inner: Mapping[str, Any] = config
-    thinker = inner.get("thinker_config")
-    if isinstance(thinker, Mapping):
-        inner = thinker
-    for key in _TEXT_KEYS:
-        candidate = inner.get(key)
-        if not isinstance(candidate, Mapping):
-            continue
-        kind = candidate.get("model_type")
-        if isinstance(kind, str) and kind in _CLASS_DEFAULTS:
-            return {**_CLASS_DEFAULTS[kind], **{key: item for key, item in candidate.items() if item is not None}}
-        if _first(candidate, _HEADS) is not None:
-            return candidate
-    return inner
-
-
 def parse_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None = None) -> Model:
     """Turn a config.json into a `Model`, or say which key is missing or wrong."""
     text = text_config(config)
-    heads = _count(text, _HEADS, "attention heads")
+    check_values(config, text)
+    heads = _count(text, HEADS, "attention heads")
     hidden = _count(text, _HIDDEN, "hidden size")
     kv_heads = _count(text, _KV_HEADS, "KV heads", default=heads)
     if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
@@ -172,20 +157,24 @@ def parse_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] |
     layers = _count(text, _LAYERS, "layers")
     # Some configs write 0 or null where they mean "derive it".
     head_dim = _count(text, ("head_dim", "hidden_size_per_head"), "head size", default=0, minimum=0)
-    intermediate = _count(text, _INTERMEDIATE, "intermediate size", default=4 * hidden)
+    experts_width = _count(text, _INTERMEDIATE, "intermediate size", default=4 * hidden)
+    # MiniMax-M3 names its dense layers' size apart.
+    intermediate = _count(text, ("dense_intermediate_size",), "intermediate size", default=experts_width)
     experts = _experts(config, text)
+    if experts:
+        check_routing(text, experts)
     moe_intermediate = (
-        _count(text, ("moe_intermediate_size",), "expert size", default=intermediate) if experts else intermediate
+        _count(text, ("moe_intermediate_size",), "expert size", default=experts_width) if experts else intermediate
     )
-    shared = _count(text, ("shared_expert_intermediate_size",), "shared expert size", default=0, minimum=0)
+    shared = _count(
+        text, ("shared_expert_intermediate_size", "share_expert_dim"), "shared expert size", default=0, minimum=0
+    )
     if not shared:
-        names = ("n_shared_experts", "moe_num_shared_experts")
+        names = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
         shared = moe_intermediate * _count(text, names, "shared experts", default=0, minimum=0)
     context, key, default_context = _context(config, text)
     architectures = config.get("architectures")
-    architecture = str(architectures[0]) if isinstance(architectures, Sequence) and architectures else ""
-    if isinstance(architectures, str):
-        architecture = architectures
+    architecture = architectures[0] if architectures else ""
     window = text.get("sliding_window")
     if text.get("use_sliding_window") is False or not isinstance(window, int) or isinstance(window, bool):
         window = None
@@ -225,31 +214,24 @@ def parse_config(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] |
 
 def _experts(config: Mapping[str, Any], text: Mapping[str, Any]) -> int:
     """How many experts an MoE layer routes to; 0 for dense models, whose files may say so with a null."""
-    if _first(text, _EXPERTS) is not None:
+    if first_of(text, _EXPERTS) is not None:
         return _count(text, _EXPERTS, "experts", minimum=0)
     # params.json of Mistral's own format.
     inner = text.get("moe")
     if isinstance(inner, Mapping) and inner.get("num_experts") is not None:
         return _count(inner, ("num_experts",), "experts", minimum=0)
     names = config.get("architectures")
-    name = names if isinstance(names, str) else names[0] if isinstance(names, Sequence) and names else ""
-    if isinstance(name, str) and _EXPERTS_REQUIRED.search(name) and not any(key in text for key in _EXPERTS):
-        key = "n_routed_experts" if re.search(r"Deepseek|GlmMoe|Glm4Moe|MistralLarge|Kimi", name) else "num_experts"
+    name = names[0] if names else ""
+    if _EXPERTS_REQUIRED.search(name) and not any(key in text for key in _EXPERTS):
+        key = "n_routed_experts" if re.search(r"Deepseek|GlmMoe|Glm4Moe|MistralLarge|KimiK2", name) else "num_experts"
         raise ModelConfigError(f"config.json has no {key}, which {name:.80} needs", key=key)
     return 0
-
-
-def _first(config: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any] | None:
-    for name in names:
-        if config.get(name) is not None:
-            return name, config[name]
-    return None
 
 
 def _count(
     config: Mapping[str, Any], names: Sequence[str], what: str, default: int | None = None, minimum: int = 1
 ) -> int:
-    found = _first(config, names)
+    found = first_of(config, names)
     if found is None:
         if default is None:
             raise ModelConfigError(f"config.json has no {what} (looked for {', '.join(names)})")
@@ -325,7 +307,7 @@ def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
     first = _count(text, ("first_k_dense_replace",), "dense layers", default=0, minimum=0)
     only = text.get("mlp_only_layers")
     dense = {index for index in only if isinstance(index, int)} if isinstance(only, list) else set()
-    step = _count(text, ("decoder_sparse_step",), "sparse step", default=1, minimum=0) or 1
+    step = _count(text, ("decoder_sparse_step",), "sparse step", default=1)
     # Bounded: `layers` may be any number that the file claims.
     if layers > 100_000:
         raise ModelConfigError(f"config.json: {layers} layers is more than any model has")

@@ -19,7 +19,7 @@ from .cards import Chip, chip, visible_gib
 from .engine import Card, Engine
 from .errors import ModelConfigError
 from .families_encoder import is_pooling
-from .mixers import Mixer, architecture_of, mixers
+from .mixers import Mixer, architecture_of, distinct
 from .model import Model
 
 GIB = float(1 << 30)
@@ -126,8 +126,8 @@ def runner(model: Model, engine: Engine) -> str:
         return "v2" if name in _V2_DENSE_23 | _V2_MOE else "v1"
     lists = {25: _V2_MOE, 26: _V2_26, 27: _V2_27}
     listed = name in lists.get(engine.version[1], _V2_28)
-    kinds = mixers(model.config)
-    hybrid = any(mixer.is_state or (mixer.beside and mixer.beside.is_state) for mixer in set(kinds))
+    kinds = model.kinds
+    hybrid = any(mixer.is_state or (mixer.beside and mixer.beside.is_state) for mixer in kinds)
     if hybrid and not (listed and engine.at_least(0, 27)):
         return "v1"
     return "v2" if listed or not model.is_moe else "v1"
@@ -145,7 +145,7 @@ def _method(engine: Engine) -> str:
 
 def _encoder_only(model: Model) -> bool:
     """Whether every token sees the whole sequence, which rules chunked prefill out."""
-    return all(mixer.kind == "encoder" for mixer in set(mixers(model.config)))
+    return all(mixer.kind == "encoder" for mixer in model.kinds)
 
 
 # --- The overhead of a stage ------------------------------------------------------------------------------------
@@ -196,16 +196,22 @@ class _Run:
     vocab: int
     experts_method: str
     sizes: Mapping[str, int]
+    block: int
 
     @property
     def tensor(self) -> int:
         return self.engine.layout.tensor
 
 
-def stage_overheads(model: Model, engine: Engine, gpu: Card, weights: Sequence[Stage]) -> list[StageOverhead]:
-    """One `StageOverhead` a stage, so that KV GiB = visible x utilization - (weights + loaded) - the three terms."""
-    run = _run(model, engine, gpu)
-    layers = mixers(model.config)
+def stage_overheads(
+    model: Model, engine: Engine, gpu: Card, weights: Sequence[Stage], block: int | None = None
+) -> list[StageOverhead]:
+    """One `StageOverhead` a stage, so that KV GiB = visible x utilization - (weights + loaded) - the three terms.
+
+    `block`: tokens of an attention block, which hybrids with states make larger than the engine's default.
+    """
+    run = _run(model, engine, gpu, block or engine.block_size or 64)
+    layers = model.mixers
     stages = sorted(weights, key=lambda item: item.stage)
     last = len(stages) - 1
     result = []
@@ -224,7 +230,7 @@ def stage_overheads(model: Model, engine: Engine, gpu: Card, weights: Sequence[S
         if run.runner == "v2" and not engine.enforce_eager and not engine.at_least(0, 33):
             # The live set of compiled code rests on few rows; elsewhere the sampler's exact arithmetic is the peak.
             spread += 0.05 + 0.05 * activation
-        loaded = sum(_reserved(run, set(layers[first_layer:end]))) / GIB
+        loaded = sum(_reserved(run, distinct(layers[first_layer:end]))) / GIB
         result.append(
             StageOverhead(
                 stage=stage.stage,
@@ -239,7 +245,7 @@ def stage_overheads(model: Model, engine: Engine, gpu: Card, weights: Sequence[S
     return result
 
 
-def _run(model: Model, engine: Engine, gpu: Card) -> _Run:
+def _run(model: Model, engine: Engine, gpu: Card, block: int) -> _Run:
     seqs, tokens = batch_defaults(engine, gpu, model)
     text = model.text
     dtype = engine.dtype if engine.dtype != "auto" else "bfloat16"
@@ -256,6 +262,7 @@ def _run(model: Model, engine: Engine, gpu: Card) -> _Run:
         vocab=-(-model.vocab // 64) * 64,
         experts_method=_experts_method(model, engine),
         sizes={name: _integer(text, name) for name in _SIZES},
+        block=block,
     )
 
 
@@ -267,6 +274,8 @@ _SIZES = (
     "v_head_dim",
     "index_topk",
     "moe_latent_size",
+    "routed_expert_hidden_size",
+    "attn_res_block_size",
 )
 
 
@@ -283,11 +292,14 @@ def _activation(run: _Run, layers: Sequence[Mixer], start: int, first: bool, las
     """The torch peak: buffers that stay, and the largest of the phases that follow one another."""
     notes: list[str] = []
     has_experts = run.model.is_moe and start + len(layers) > run.model.dense_layers
-    kinds = set(layers)
+    kinds = distinct(layers)
     stays = _workspace(run, kinds, has_experts)
     # cuBLAS asks torch for its workspace with the first unquantized matrix product.
     blas = (32.0 if run.chip.capability >= 90 else 8.125) * MIB
     hidden = run.tokens * run.hidden * run.item
+    if run.sizes["attn_res_block_size"]:
+        # The outputs of the earlier blocks, which every layer attends to (vllm/models/kimi_k3).
+        stays += -(-(start + len(layers)) // run.sizes["attn_res_block_size"]) * hidden
     if not first and run.runner == "v1":
         # Hidden states and residual from the stage before (gpu_model_runner.py: _dummy_run keeps them).
         stays += 2 * hidden
@@ -296,7 +308,7 @@ def _activation(run: _Run, layers: Sequence[Mixer], start: int, first: bool, las
         encoded, tower = _vision(run)
         if tower:
             notes.append("the vision tower is profiled with the largest input of its family")
-    layer = max(_layer(run, mixer, start, has_experts) for mixer in kinds or {_NO_MIXER})
+    layer = max(_layer(run, mixer, start, has_experts) for mixer in kinds or (_NO_MIXER,))
     forward = stays + encoded + layer + (0.0 if _only_own_kernels(run, kinds, has_experts) else blas)
     if last and _method(run.engine) == "mtp":
         # Embedding, its norm, the norm of the target's output and their projection (models/deepseek_mtp.py).
@@ -315,7 +327,7 @@ def _activation(run: _Run, layers: Sequence[Mixer], start: int, first: bool, las
 _NO_MIXER = Mixer("none")
 
 
-def _only_own_kernels(run: _Run, kinds: set[Mixer], has_experts: bool) -> bool:
+def _only_own_kernels(run: _Run, kinds: Sequence[Mixer], has_experts: bool) -> bool:
     """Whether no layer uses cuBLAS: 1.69 GiB instead of 1.72 for a dense FP8 model on H200 (0.26)."""
     plain = run.experts_method == "plain" or has_experts
     return not plain and all(mixer.is_attention and mixer.kind != "mla" for mixer in kinds)
@@ -431,9 +443,12 @@ def _mla_dummy(run: _Run, mixer: Mixer, heads: int) -> float:
     sizes = run.sizes
     if mixer.kind != "mla" or not sizes["kv_lora_rank"]:
         return 0.0
-    block = run.engine.block_size or 64
-    rows = min(max(8 * run.length, 4 * run.seqs * block), 64 * 1024)
-    rows = max(rows, run.seqs * block)
+    rows = min(max(8 * run.length, 4 * run.seqs * run.block), 64 * 1024)
+    if run.engine.at_least(0, 28):
+        rows = -(-max(rows, run.block) // run.block) * run.block
+    else:
+        # A block for each sequence at least: with the long blocks of a hybrid and many sequences, tens of GiB.
+        rows = max(rows, run.seqs * run.block)
     width = (sizes["qk_nope_head_dim"] or 128) + (sizes["v_head_dim"] or 128)
     context = float(rows) * heads * width * run.item
     return max(context, 512 * MIB if mixer.index_kind == "dsa" else 0.0)
@@ -474,13 +489,15 @@ def _expert_sizes(run: _Run) -> tuple[float, int, int, bool]:
     shards = 1 if layout.expert else layout.tensor * layout.data
     width = max(1, model.moe_intermediate // shards)
     gated = model.model_type not in _UNGATED
-    return tokens * max(1, model.experts_per_token), width, run.sizes["moe_latent_size"] or run.hidden, gated
+    inputs = run.sizes["moe_latent_size"] or run.sizes["routed_expert_hidden_size"] or run.hidden
+    return tokens * max(1, model.experts_per_token), width, inputs, gated
 
 
-def _reserved(run: _Run, kinds: set[Mixer]) -> tuple[float, float]:
+def _reserved(run: _Run, kinds: Sequence[Mixer]) -> tuple[float, float]:
     """Bytes that attention back ends reserve while the model loads: in the shared workspace, and beside it.
 
-    FlashMLA sparse on Hopper: Q of a full batch, and with an FP8 cache 5 x max_model_len rows to convert
+    FlashMLA sparse on Hopper (from 0.25 on only where FlashAttention cannot): Q of a full batch, and with an FP8 cache
+    5 x max_model_len rows to convert
     (v1/attention/backends/mla/flashmla_sparse.py); MLA prefill on Blackwell: FlashInfer's 394 MiB (mla/prefill/*.py).
     Beside it the top-k indices that all sparse layers share (models/deepseek_v2.py).
     """
@@ -490,7 +507,7 @@ def _reserved(run: _Run, kinds: set[Mixer]) -> tuple[float, float]:
             continue
         if mixer.index_kind in ("dsa", "deepseek_v4"):
             beside = max(beside, 4.0 * run.tokens * run.sizes["index_topk"])
-            if mixer.index_kind == "dsa" and run.chip.hopper:
+            if mixer.index_kind == "dsa" and run.chip.hopper and not _flash_attention_sparse(run.engine):
                 heads = max(1, mixer.heads // run.tensor)
                 size = float(run.tokens) * heads * mixer.head_dim * 2
                 if run.engine.kv_cache_dtype.startswith("fp8"):
@@ -501,7 +518,13 @@ def _reserved(run: _Run, kinds: set[Mixer]) -> tuple[float, float]:
     return workspace, beside
 
 
-def _workspace(run: _Run, kinds: set[Mixer], has_experts: bool) -> float:
+def _flash_attention_sparse(engine: Engine) -> bool:
+    """Whether Hopper's first choice for sparse latent attention serves, which reserves nothing (platforms/cuda.py)."""
+    sixteen_bits = engine.kv_cache_dtype in ("auto", "float16", "bfloat16")
+    return engine.at_least(0, 25) and sixteen_bits and engine.layout.decode_context == 1
+
+
+def _workspace(run: _Run, kinds: Sequence[Mixer], has_experts: bool) -> float:
     """Bytes by which the shared workspace grows in the run, to stay (vllm/v1/worker/workspace.py).
 
     Users: the experts' kernels (fused_moe/experts/*.py: workspace_shapes) and the gather buffer of a sparse-attention
@@ -763,7 +786,7 @@ def _graphs(run: _Run, layers: Sequence[Mixer]) -> float:
         return 0.0
     if run.runner == "v1":
         # 1.06 GiB for 64 layers of a dense hybrid, 0.55 for 40 layers of one with experts (H200, 0.26).
-        hybrid = any(mixer.is_state for mixer in set(layers)) and not run.model.is_moe
+        hybrid = any(mixer.is_state for mixer in distinct(layers)) and not run.model.is_moe
         states = _GRAPH_STATES_GIB if hybrid else 0.0
         return _GRAPH_BASE_GIB + states + _GRAPH_LAYER_GIB * len(layers) + 2 * (sizes - 1) / 1024
     if engine.at_least(0, 29):

@@ -8,14 +8,15 @@ The answer depends on the set of nodes, never on their order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .engine import Card
+from .engine import Card, mapping_flag
 from .errors import ModelConfigError, PlannerError, UnsupportedArchitectureError, short
 from .model import Model, merge, parse_config
 from .placement import Node, Placed, by_node, declared, names, natural_key, pack, parse_nodes
-from .pricing import Knobs, shape
-from .refusal import no_layout, refusal
+from .pricing import LOW_TOKENS, WORTH, Knobs, shape
+from .refusal import holding, no_layout, refusal, shortening
 from .request import Request, check_plain, parse_request
 from .rules import Layout, remarks, require, require_engine, split_layers
 from .search import FLOOR, RESERVE, Fleet, Search
@@ -30,32 +31,67 @@ def plan(config: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], **reques
         for key, value in request.items():
             check_plain(value, key)
         asked = parse_request(request)
-        overrides = asked.flags.get("hf_overrides")
+        overrides = mapping_flag(asked.flags, "hf_overrides")
         hf_quant_config = request.get("hf_quant_config")
         if not isinstance(config, Mapping):
             raise PlannerError(f"model = {short(config)} is not the dictionary of a config.json.", key="model")
         model = parse_config(
-            merge(config, overrides) if isinstance(overrides, Mapping) else config,
+            merge(config, overrides) if overrides else config,
             hf_quant_config if isinstance(hf_quant_config, Mapping) else None,
         )
         return plan_model(model, parse_nodes(nodes), asked)
     except RecursionError as error:
         raise PlannerError("config.json or the request is nested too deeply.", key="model") from error
+    except ModelConfigError as error:
+        raise ModelConfigError(error.problem, error.remedy, _guilty(config, nodes, request)) from error
     except PlannerError as error:
         raise type(error)(error.problem, error.remedy, _request_key(error, request)) from error
 
 
+# Flags of a layout and of the plan, and the keys of a request that decide them.
+_DECIDED_BY = {
+    "tensor_parallel_size": "parallelism.tensor",
+    "pipeline_parallel_size": "parallelism.pipeline",
+    "data_parallel_size": "parallelism.data",
+    "enable_expert_parallel": "parallelism.expert",
+    "pp_layer_partition": "environment.VLLM_PP_LAYER_PARTITION",
+    "max_model_len": "context_length",
+}
+
+
 def _request_key(error: PlannerError, request: Mapping[str, Any]) -> str:
-    """The key of the request that holds what an error names: flags stand in `args`, sizes of a model in its config."""
-    if isinstance(error, ModelConfigError):
-        return "model.config"
+    """The key of the request that holds what an error names: flags stand in `args`."""
     if error.key.startswith("speculative_config"):
         return error.key.replace("speculative_config", "speculative", 1)
     args = request.get("args")
     for name in args if isinstance(args, Mapping) else ():
-        if str(name).lstrip("-").replace("-", "_") == error.key:
+        if _flag(name) == error.key:
             return f"args.{name}"
-    return error.key
+    return _DECIDED_BY.get(error.key, error.key)
+
+
+def _flag(name: Any) -> str:
+    return str(name).strip().lstrip("-").replace("-", "_")
+
+
+def _guilty(config: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], request: Mapping[str, Any]) -> str:
+    """Where the value of a config.json comes from: the model's file, unless it is right without the other sources."""
+    others: dict[str, dict[str, Any]] = {}
+    if request.get("draft_config"):
+        others["draft_config"] = {**request, "draft_config": None, "speculative": None}
+    args: Any = request.get("args")
+    for name in args if isinstance(args, Mapping) else ():
+        if _flag(name) == "hf_overrides":
+            others[f"args.{name}"] = {**request, "args": {key: args[key] for key in args if key != name}}
+    for key, without in others.items():
+        try:
+            plan(config, nodes, **without)
+        except ModelConfigError:
+            continue
+        except PlannerError:
+            pass
+        return key
+    return "model.config"
 
 
 def plan_model(model: Model, nodes: list[Node], request: Request) -> dict[str, Any]:
@@ -99,7 +135,7 @@ def _check_context(model: Model, request: Request) -> None:
 def _check_pins(search: Search) -> None:
     """Pinned values that can't work anywhere, each with its own message."""
     model, request, nodes = search.model, search.request, search.nodes
-    require_engine(model, search.engine, request.environment)
+    require_engine(model, search.engine, request.environment, cpu=request.cpu)
     key = "parallelism.tensor" if request.tensor else "parallelism.pipeline" if request.pipeline else "parallelism"
     data = (request.data or 1) if model.is_moe else 1
     if request.tensor or request.pipeline or request.expert or request.layer_partition or data > 1:
@@ -144,10 +180,11 @@ def _check_pins(search: Search) -> None:
 def _answer(search: Search, fleet: Fleet, engines: int) -> dict[str, Any]:
     request, layout = search.request, fleet.layout
     placed = _placed(search, fleet, engines)
-    knobs, figures = _final(search, fleet, placed)
+    final = _final(search, fleet, placed)
+    knobs, figures = (None, None) if final is None else (final.knobs, final.figures)
     executor = _executor(search, layout, placed)
-    _explain(search, fleet, placed, knobs, figures)
-    _warn(search, fleet, placed, figures)
+    _explain(search, fleet, placed, final)
+    _warn(search, fleet, placed, final)
     return {
         "tensor_parallel_size": layout.tensor,
         "pipeline_parallel_size": layout.pipeline,
@@ -168,6 +205,8 @@ def _answer(search: Search, fleet: Fleet, engines: int) -> dict[str, Any]:
         "args": request.args,
         "replicas": [{"nodes": list(taken), "gpus": taken} for taken in (by_node(each) for each in placed)],
         "estimate": dict(figures) if figures is not None else None,
+        # Of full length, in all engines together; the estimate is that of the one with the least room.
+        "sequences": None if final is None else round(final.sequences, 2),
         "reasons": search.reasons,
         "warnings": search.warnings,
     }
@@ -185,10 +224,20 @@ def _placed(search: Search, fleet: Fleet, engines: int) -> list[Placed]:
     return sorted(placed, key=lambda each: (each[0].pool.order, each[0].gpus[0].index))
 
 
-def _final(search: Search, fleet: Fleet, placed: list[Placed]) -> tuple[Knobs | None, Mapping[str, Any] | None]:
-    """The flags that all engines share, and the figures of the engine with the least room."""
+@dataclass(frozen=True)
+class _Final:
+    """The flags that all engines share, the figures of the engine with the least room, and what all hold together."""
+
+    knobs: Knobs
+    figures: Mapping[str, Any]
+    # The GPUs of that engine.
+    cards: tuple[Card, ...]
+    sequences: float
+
+
+def _final(search: Search, fleet: Fleet, placed: list[Placed]) -> _Final | None:
     if fleet.trials is None:
-        return None, None
+        return None
     used = {share.pool.card for each in placed for share in each}
     trials = [trial for card, trial in fleet.trials.items() if card in used or fleet.mixed is not None]
     knobs = Knobs(
@@ -197,17 +246,27 @@ def _final(search: Search, fleet: Fleet, placed: list[Placed]) -> tuple[Knobs | 
         min(trial.knobs.tokens for trial in trials),
         min(trial.knobs.utilization for trial in trials),
     )
+    # How many engines run on GPUs of each kind; the smallest GPU of a kind stands for it.
+    kinds: list[tuple[tuple[Card, ...], int]]
     if fleet.mixed is not None:
-        candidates = [_smallest_a_stage(fleet.mixed, fleet.layout.tensor)]
+        kinds = [(_smallest_a_stage(fleet.mixed, fleet.layout.tensor), 1)]
     else:
         smallest: dict[Card, tuple[float, str]] = {}
+        numbers: dict[Card, int] = {}
         for each in placed:
             for share in each:
                 least = min((gpu.memory_total_mib, gpu.name) for gpu in share.gpus)
                 smallest[share.pool.card] = min(smallest.get(share.pool.card, least), least)
-        candidates = [(Card(name, memory_mib),) for memory_mib, name in sorted(smallest.values())]
-    priced = [search.price(fleet.layout, cards, knobs) for cards in candidates]
-    return knobs, min(priced, key=lambda figures: figures["max_concurrency"])
+            card = each[0].pool.card
+            numbers[card] = numbers.get(card, 0) + 1
+        kinds = [
+            ((Card(name, memory_mib),), numbers[card])
+            for card, (memory_mib, name) in sorted(smallest.items(), key=lambda item: item[1])
+        ]
+    priced = [(search.price(fleet.layout, cards, knobs), cards, number) for cards, number in kinds]
+    figures, cards, _ = min(priced, key=lambda item: item[0]["max_concurrency"])
+    held = sum(each["max_concurrency"] * number for each, _, number in priced) * fleet.layout.data
+    return _Final(knobs, figures, cards, held)
 
 
 def _smallest_a_stage(placed: Placed, tensor: int) -> tuple[Card, ...]:
@@ -250,29 +309,23 @@ def _executor(search: Search, layout: Layout, placed: list[Placed]) -> str:
     return "ray"
 
 
-def _explain(
-    search: Search,
-    fleet: Fleet,
-    placed: list[Placed],
-    knobs: Knobs | None,
-    figures: Mapping[str, Any] | None,
-) -> None:
+def _explain(search: Search, fleet: Fleet, placed: list[Placed], final: _Final | None) -> None:
     """Each choice in plain words, most important first."""
     request, model, layout = search.request, search.model, fleet.layout
     engines = len(placed)
     reasons: list[str] = []
     if request.cpu:
         reasons.append("declared slots on CPU: memory is not estimated")
-    several = f"{engines} engines" if engines > 1 else "one engine"
-    if figures is not None and knobs is not None:
-        held = figures["max_concurrency"] * layout.data * engines
+    if final is not None:
         asked = f", {request.concurrency} asked" if request.concurrency else ""
         reasons.append(
-            f"{request.objective}: {several} of {shape(layout)}, with room for {held:.1f} sequences of {knobs.length} "
-            f"tokens in all{asked}"
+            f"{request.objective}: {_several(engines)} of {shape(layout)}, with room for {final.sequences:.1f} "
+            f"sequences of {final.knobs.length} tokens in all{asked}"
         )
     else:
-        reasons.append(f"{request.objective}: {several} of {shape(layout)}, by the engine's rules and not by memory")
+        reasons.append(
+            f"{request.objective}: {_several(engines)} of {shape(layout)}, by the engine's rules and not by memory"
+        )
     reasons += _smaller(search, layout)
     if engines > 1 and request.data is None:
         reasons.append(
@@ -283,14 +336,39 @@ def _explain(
     elif search.fixed == 1 and request.data is None and request.objective == "throughput":
         reasons.append("one engine, because tensor and pipeline are pinned and parallelism.data is not")
     reasons += _sizes(search, fleet, placed)
+    if final is not None:
+        reasons += _next_best(search, layout, engines * layout.data, final.sequences)
     if search.shortened:
         reasons.append(f"{search.shortened}, {RESERVE:.0%} kept back for what the estimate may miss")
-    if knobs is not None and figures is not None:
-        reasons += _flags(search, fleet, knobs, engines)
+    if final is not None:
+        reasons += _flags(search, fleet, final, engines)
     if model.tied_embeddings and layout.pipeline > 1 and not request.cpu:
         reasons.append("the tied embedding is held by the first and the last stage")
     reasons += remarks(model, layout)
     search.reasons[:0] = reasons
+
+
+def _several(engines: int) -> str:
+    return f"{engines} engines" if engines > 1 else "one engine"
+
+
+def _next_best(search: Search, layout: Layout, schedulers: int, held: float) -> list[str]:
+    """The layout that would have come next, and why it did not come first."""
+    found = search.runner_up(layout)
+    if found is None:
+        return []
+    fleet, engines = found
+    room = fleet.sequences(engines)
+    if search.request.objective == "latency":
+        why = "fewer GPUs work on each token"
+    elif search.need is not None and min(room, fleet.slots(engines)) < search.need:
+        why = f"fewer than the {search.need} asked"
+    elif search.request.objective == "throughput" and engines * fleet.layout.data < schedulers:
+        fewer = engines * fleet.layout.data
+        why = f"{fewer} scheduler{'s' if fewer > 1 else ''} instead of {schedulers}"
+    else:
+        why = "less room" if room < held else "no more of what was asked for"
+    return [f"next best: {_several(engines)} of {shape(fleet.layout)}, with room for {room:.1f} sequences ({why})"]
 
 
 def _smaller(search: Search, layout: Layout) -> list[str]:
@@ -299,7 +377,7 @@ def _smaller(search: Search, layout: Layout) -> list[str]:
     failed = [trial for trial in search.failed if trial.layout.world * trial.layout.data < world]
     for narrow, engines, held in search.narrow[-1:]:
         if narrow.world * narrow.data < world:
-            several = f"{engines} engines" if engines > 1 else "one engine"
+            several = _several(engines)
             wanted = search.request.concurrency or f"{FLOOR} for each"
             return [f"{several} of {shape(narrow)} would hold {held:.1f} sequences, fewer than {wanted}"]
     if not failed:
@@ -343,9 +421,9 @@ def _sizes(search: Search, fleet: Fleet, placed: list[Placed]) -> list[str]:
     return reasons
 
 
-def _flags(search: Search, fleet: Fleet, knobs: Knobs, engines: int) -> list[str]:
-    request, layout = search.request, fleet.layout
-    schedulers = engines * layout.data
+def _flags(search: Search, fleet: Fleet, final: _Final, engines: int) -> list[str]:
+    request, knobs = search.request, final.knobs
+    schedulers = engines * fleet.layout.data
     reasons = []
     if request.max_num_seqs is not None:
         reasons.append(f"max_num_seqs {knobs.seqs} as given in args")
@@ -353,17 +431,18 @@ def _flags(search: Search, fleet: Fleet, knobs: Knobs, engines: int) -> list[str
         reasons.append(
             f"max_num_seqs {knobs.seqs}: {request.concurrency} sequences over {schedulers} schedulers, and a quarter "
             "more because balancing is uneven"
+            if knobs.seqs * schedulers >= request.concurrency
+            else f"max_num_seqs {knobs.seqs}: more at a time would leave too little memory"
         )
     elif request.concurrency:
         reasons.append(f"max_num_seqs {knobs.seqs}: the concurrency asked for")
-    else:
-        used = list(fleet.numbers)
-        default, tokens = search.defaults(layout, used, None)
-        if knobs.seqs < default or knobs.tokens < tokens:
-            reasons.append(
-                f"max_num_seqs {knobs.seqs} and max_num_batched_tokens {knobs.tokens}: vLLM's {default} and {tokens} "
-                "would leave too little memory"
-            )
+    used = list(fleet.numbers)
+    default, _ = search.defaults(fleet.layout, used, None)
+    if request.max_num_seqs is None and not request.concurrency and knobs.seqs < default:
+        reasons.append(f"max_num_seqs {knobs.seqs}: vLLM's {default} would leave too little memory")
+    if request.flags.get("max_num_batched_tokens") is None:
+        _, tokens = search.defaults(fleet.layout, used, knobs.seqs)
+        reasons += _step(search, fleet.layout, final, max(tokens, knobs.seqs))
     if request.flags.get("gpu_memory_utilization") is None and knobs.utilization < 0.9:
         reasons.append(
             f"gpu_memory_utilization {knobs.utilization}: the CUDA context and NCCL need room outside of it on small "
@@ -372,20 +451,54 @@ def _flags(search: Search, fleet: Fleet, knobs: Knobs, engines: int) -> list[str
     return reasons
 
 
-def _warn(search: Search, fleet: Fleet, placed: list[Placed], figures: Mapping[str, Any] | None) -> None:
+def _step(search: Search, layout: Layout, final: _Final, default: int) -> list[str]:
+    """Why so many tokens a step, where fewer or more would change the room by much."""
+    knobs, held = final.knobs, float(final.figures["max_concurrency"])
+    what = "a data-parallel rank" if layout.data > 1 else "an engine"
+    if knobs.tokens < default:
+        other = search.price(layout, final.cards, replace(knobs, tokens=default))
+        return [
+            f"max_num_batched_tokens {knobs.tokens}: with vLLM's {default} {what} would hold "
+            f"{other['max_concurrency']:.1f} sequences instead of {held:.1f}"
+            if other["fits"]
+            else f"max_num_batched_tokens {knobs.tokens}: vLLM's {default} would leave too little memory"
+        ]
+    fewer = max(LOW_TOKENS, knobs.seqs)
+    if not search.may_cut_tokens or fewer >= knobs.tokens:
+        return []
+    other = search.price(layout, final.cards, replace(knobs, tokens=fewer))
+    if not other["fits"] or other["max_concurrency"] < held * (1 + WORTH):
+        return []
+    why = "what is asked has room" if search.need is not None else "latency wants long steps"
+    return [
+        f"max_num_batched_tokens {knobs.tokens}, vLLM's default: {fewer} would make room for "
+        f"{other['max_concurrency']:.1f} sequences in {what} instead of {held:.1f}, but {why}"
+    ]
+
+
+def _warn(search: Search, fleet: Fleet, placed: list[Placed], final: _Final | None) -> None:
     request, layout, warnings = search.request, fleet.layout, search.warnings
-    if figures is not None and request.concurrency:
-        held = fleet.sequences(len(placed))
-        if held < request.concurrency:
+    figures = None if final is None else final.figures
+    if final is not None and request.concurrency:
+        slots = final.knobs.seqs * layout.data * len(placed)
+        if min(final.sequences, slots) < request.concurrency:
+            only = (
+                f"at {search.length} tokens each only {final.sequences:.1f} sequences fit"
+                if final.sequences < slots
+                else f"only {slots} run at a time (max_num_seqs {final.knobs.seqs})"
+            )
+            changes = holding(search, fleet, len(placed))
             warnings.append(
-                f"concurrency = {request.concurrency}, but at {search.length} tokens each only {held:.1f} sequences "
-                "fit; the others wait or are preempted"
+                f"concurrency = {request.concurrency}, but {only}; the others wait or are preempted."
+                + (f" Would fit: {'; or '.join(changes)}." if changes else "")
             )
     if figures is not None and figures["max_concurrency"] < 1 + RESERVE and not search.shortened:
         warnings.append(
             f"one sequence of {search.length} tokens fits with less than {RESERVE:.0%} to spare, which is within the "
             "error of the estimate"
         )
+    if search.shortened and (text := shortening(search)):
+        warnings.append(text)
     groups = [by_node(each) for each in placed]
     if any(len(gpus) < layout.tensor for taken in groups for gpus in taken.values()):
         warnings.append(
@@ -431,8 +544,7 @@ def _idle(search: Search, fleet: Fleet, groups: Sequence[Mapping[str, Sequence[i
         elif free < unit:
             why = f"engines take {unit} GPUs of a node at a time"
         elif len(groups) < fleet.available and search.fixed is None:
-            several = f"{len(groups)} engines" if len(groups) > 1 else "one engine"
-            why = f"objective {search.request.objective} needs {several} of {world} GPUs"
+            why = f"objective {search.request.objective} needs {_several(len(groups))} of {world} GPUs"
         elif search.fixed is not None:
             why = "the sizes are pinned"
         else:

@@ -19,7 +19,9 @@ from .rules import Layout
 
 # Steps in which the planner may lower what it sets by itself.
 _SEQS = (512, 256, 128, 64, 32, 16)
-_LOW_TOKENS = 2048
+LOW_TOKENS = 2048
+# A step of half as many tokens is worth it where the KV cache grows by this share.
+WORTH = 0.1
 
 
 @dataclass(frozen=True)
@@ -139,36 +141,68 @@ class Pricer:
         return Knobs(self.length, seqs, tokens, self.utilization(cards, layout.world * layout.data))
 
     def trial(self, layout: Layout, cards: tuple[Card, ...], common: Sequence[Card], schedulers: int) -> Trial:
-        """Price an engine; where the defaults don't fit, with fewer sequences and tokens at a time if those do."""
+        """Price an engine; with fewer sequences and tokens a step where vLLM's defaults don't fit or leave little."""
         knobs = self.knobs(layout, common, schedulers)
         first = Trial(layout, cards, knobs, self.price(layout, cards, knobs))
         if first.fits:
-            return first
-        for lower in self._lower(first):
+            return self._roomier(first, schedulers)
+        for lower in self._lower(first, common):
             figures = self.price(layout, cards, lower)
             if figures["fits"]:
                 return Trial(layout, cards, lower, figures)
         self.failed.append(first)
         return first
 
-    def _lower(self, first: Trial) -> Iterator[Knobs]:
+    def _roomier(self, trial: Trial, schedulers: int) -> Trial:
+        """The same engine with fewer tokens a step, as long as halving them makes much more room that is wanted.
+
+        The profile run holds the activations of a whole step, those of the experts over all data-parallel ranks.
+        Latency wants long steps, and so does everybody once the sequences have room.
+        """
+        wanted = None if self.need is None else _share(self.need, schedulers)
+        if not self.may_cut_tokens or (wanted is None and self.request.objective == "latency"):
+            return trial
+        while trial.knobs.tokens > max(LOW_TOKENS, trial.knobs.seqs):
+            if wanted is not None and trial.figures["max_concurrency"] >= wanted:
+                break
+            knobs = replace(trial.knobs, tokens=max(LOW_TOKENS, trial.knobs.seqs, trial.knobs.tokens // 2))
+            lower = replace(trial, knobs=knobs, figures=self.price(trial.layout, trial.cards, knobs))
+            if not lower.fits or lower.tokens < trial.tokens * (1 + WORTH):
+                break
+            trial = lower
+        return trial
+
+    def _lower(self, first: Trial, common: Sequence[Card]) -> Iterator[Knobs]:
         """Smaller flags that the planner may set by itself, from mild to hard; none when even the hardest won't do."""
         knobs = first.knobs
-        steps = [knobs]
         blocks = re.search(r"Mamba cache blocks \((\d+)\)", str(first.figures["error"]))
         free = self.request.max_num_seqs is None
         if blocks and free and 0 < int(blocks[1]) < knobs.seqs:
             yield replace(knobs, seqs=int(blocks[1]))
             return
-        if free and self.need is None:
-            steps += [replace(knobs, seqs=seqs) for seqs in _SEQS if seqs < knobs.seqs]
-        if self._may_cut_tokens and knobs.tokens > _LOW_TOKENS:
-            steps += [replace(step, tokens=max(_LOW_TOKENS, step.seqs)) for step in steps]
-        if len(steps) > 1 and self.price(first.layout, first.cards, steps[-1])["fits"]:
-            yield from steps[1:]
+
+        def fewer_tokens(step: Knobs) -> Knobs:
+            return replace(step, tokens=min(step.tokens, max(LOW_TOKENS, step.seqs)))
+
+        fewer = [self._fewer(first.layout, common, knobs, seqs) for seqs in _SEQS if free and seqs < knobs.seqs]
+        cut = self.may_cut_tokens
+        if self.need is None:
+            steps = [*fewer, *(fewer_tokens(step) for step in (knobs, *fewer) if cut)]
+        else:
+            # Sequences that were asked for go last; those without a place wait.
+            steps = [*([fewer_tokens(knobs)] if cut else []), *fewer, *(fewer_tokens(step) for step in fewer if cut)]
+        steps = [step for step in steps if step != knobs]
+        if steps and self.price(first.layout, first.cards, steps[-1])["fits"]:
+            yield from steps
+
+    def _fewer(self, layout: Layout, common: Sequence[Card], knobs: Knobs, seqs: int) -> Knobs:
+        """The same with fewer sequences, and with the tokens that vLLM takes for them."""
+        if self.request.flags.get("max_num_batched_tokens") is not None:
+            return replace(knobs, seqs=seqs)
+        return replace(knobs, seqs=seqs, tokens=min(knobs.tokens, max(self.defaults(layout, common, seqs)[1], seqs)))
 
     @cached_property
-    def _may_cut_tokens(self) -> bool:
+    def may_cut_tokens(self) -> bool:
         """Images and hybrid blocks must fit into one step, so there the default stays."""
         text = self.model.text
         hybrid = self.model.mamba_heads or any(key.startswith(("mamba_", "linear_", "ssm_")) for key in map(str, text))

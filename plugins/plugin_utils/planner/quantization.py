@@ -6,15 +6,17 @@ Rules of `vllm/model_executor/layers/quantization`: each method reads its own ke
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
+from functools import lru_cache
 from typing import Any
 
 from .engine import Engine
 from .errors import ModelConfigError, PlannerError, short
-from .model import Model, text_config
-from .structure import Experts, Linear, Structure
+from .model import Model
+from .sections import text_config
+from .tensors import Experts, Linear, Structure
 
 BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 _MAX_PATTERNS = 200_000
@@ -103,6 +105,8 @@ class Share:
     intermediate: int
     width: int
     chip: int
+    # FlashInfer's MXFP4 kernels on Blackwell take 128 columns at a time instead of 256.
+    narrow_tiles: bool = False
 
 
 def experts_bytes(scheme: Scheme, experts: Experts, share: Share) -> tuple[float, float]:
@@ -111,7 +115,7 @@ def experts_bytes(scheme: Scheme, experts: Experts, share: Share) -> tuple[float
     parts = 2 if experts.gated else 1
     width = share.width
     if scheme.kind == "mxfp4":
-        up, down = _mxfp4_expert(hidden, intermediate, parts, share.chip)
+        up, down = _mxfp4_expert(hidden, parts, share)
         # Triton's back end on Hopper and FlashInfer's keep the biases in float32 (fused_moe/oracle/mxfp4.py).
         width = 4 if 90 <= share.chip < 120 else width
     else:
@@ -123,14 +127,15 @@ def experts_bytes(scheme: Scheme, experts: Experts, share: Share) -> tuple[float
     return count * up, count * down
 
 
-def _mxfp4_expert(hidden: int, intermediate: int, parts: int, chip: int) -> tuple[float, float]:
+def _mxfp4_expert(hidden: int, parts: int, share: Share) -> tuple[float, float]:
     """`fused_moe/oracle/mxfp4.py: mxfp4_round_up_hidden_size_and_intermediate_size`, by the chip's usual back end."""
+    intermediate, chip = share.intermediate, share.chip
     if 90 <= chip < 100:
         # Triton on Hopper: scales in tiles of 256 rows by 4 groups (triton_kernels: HopperMXScaleLayout).
         wide = _up(intermediate, 64)
         up = parts * wide * hidden / 2 + _up(parts * wide, 256) * _up(-(-hidden // 32), 4)
         return up, hidden * wide / 2 + _up(hidden, 256) * _up(wide // 32, 4)
-    tile = 256 if 100 <= chip < 120 else 128
+    tile = 256 if 100 <= chip < 120 and not share.narrow_tiles else 128
     wide, tall = _up(intermediate, tile), _up(hidden, 256)
     return parts * wide * tall * 17 / 32, tall * wide * 17 / 32
 
@@ -149,7 +154,7 @@ class Quantizer:
     skips: Callable[[str, tuple[str, ...], bool], bool] | None = None
     choose: Callable[[str, tuple[str, ...], bool], Scheme] | None = None
     # Patterns by the number of the layer that they name, for grouping equal layers.
-    by_layer: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    by_layer: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     # Some pattern may tell layers apart in a way that only matching can say.
     every_layer: bool = False
 
@@ -201,6 +206,27 @@ def _integer(source: Mapping[str, Any], key: str, default: int, minimum: int = 1
     return value
 
 
+def _bits(source: Mapping[str, Any], key: str, known: Collection[int]) -> int:
+    bits = _integer(source, key, 4)
+    if bits not in known:
+        raise ModelConfigError(
+            f"quantization_config: {key} = {bits} is none of {', '.join(map(str, sorted(known)))}.",
+            "Use a checkpoint that vLLM can read.",
+            key,
+        )
+    return bits
+
+
+def _group_size(source: Mapping[str, Any], key: str) -> int:
+    """Weights that share a scale; -1 for all of a row."""
+    size = _integer(source, key, 128, -1)
+    if not size:
+        raise ModelConfigError(
+            f"quantization_config: {key} = 0 is no size of a group.", "Write -1 where a row has one scale.", key
+        )
+    return size
+
+
 def _strings(source: Mapping[str, Any], *keys: str) -> list[str]:
     for key in keys:
         value = source.get(key)
@@ -238,6 +264,9 @@ def quantizer(model: Model, structure: Structure, engine: Engine) -> Quantizer:
     method = str(section.get("quant_method") or "").lower().replace("_", "-")
     if method in ("fp8", "deepseek-v4-fp8") and (model.model_type == "deepseek_v4" or asked == "deepseek_v4_fp8"):
         return _deepseek_v4(structure, section, model.text.get("expert_dtype"))
+    if model.architecture == "KimiK3ForConditionalGeneration" and section.get("format") == "mxfp4-pack-quantized":
+        # models/config.py: KimiK3ForConditionalGenerationConfig; its other layers stay as they are.
+        method = "mxfp4"
     if not method and "quant_algo" in section:
         method = "modelopt"
     if method.startswith("modelopt") or str(section.get("producer", {})).find("modelopt") >= 0:
@@ -270,8 +299,17 @@ _LAYER_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 def _group(target: Quantizer, names: Sequence[str], *, whole: bool) -> None:
     """Sort patterns by the layer that they name. `whole`: a name matches only as a whole, dots included."""
-    prefix = target.structure.prefix
-    count = len(target.structure.layers)
+    structure = target.structure
+    found, every_layer = _by_layer(structure.prefix, len(structure.layers), tuple(names), whole)
+    target.by_layer, target.every_layer = found, target.every_layer or every_layer
+
+
+# One model is estimated many times while it is planned, and quantized checkpoints list hundreds of names.
+@lru_cache(maxsize=4)
+def _by_layer(
+    prefix: str, count: int, names: tuple[str, ...], whole: bool
+) -> tuple[Mapping[int, tuple[str, ...]], bool]:
+    every_layer = False
     by_layer: dict[int, list[str]] = {}
     for name in names:
         match = _LAYER_NUMBER.search(name)
@@ -287,8 +325,8 @@ def _group(target: Quantizer, names: Sequence[str], *, whole: bool) -> None:
             if whole or (rest.startswith(".") and name.startswith(prefix)):
                 continue
         if match is not None or (any(letter.isdigit() for letter in name) and not whole):
-            target.every_layer = target.every_layer or not _elsewhere(name, prefix)
-    target.by_layer = {index: tuple(sorted(found)) for index, found in by_layer.items()}
+            every_layer = every_layer or not _elsewhere(name, prefix)
+    return {index: tuple(sorted(found)) for index, found in by_layer.items()}, every_layer
 
 
 def _elsewhere(name: str, prefix: str) -> bool:
@@ -297,14 +335,14 @@ def _elsewhere(name: str, prefix: str) -> bool:
     return root is not None and not prefix.endswith(root[0]) and not root[0].startswith(prefix)
 
 
-def _shards(structure: Structure, name: str, parts: tuple[str, ...]) -> list[str]:
+def _shards(name: str, parts: tuple[str, ...]) -> list[str]:
     if not parts:
         return [name]
     root, _, last = name.rpartition(".")
     return [f"{root}.{part}" if root else part for part in parts] if last else [name]
 
 
-def _exact(structure: Structure, names: Sequence[str]) -> Callable[[str, tuple[str, ...], bool], bool]:
+def _exact(names: Sequence[str]) -> Callable[[str, tuple[str, ...], bool], bool]:
     """`utils/quant_utils.py: is_layer_skipped` with whole names."""
     listed = frozenset(names)
     expert_names = "\n".join(name for name in names if "experts" in name)
@@ -314,16 +352,16 @@ def _exact(structure: Structure, names: Sequence[str]) -> Callable[[str, tuple[s
             return True
         if experts:
             return name in expert_names
-        return bool(parts) and all(shard in listed for shard in _shards(structure, name, parts))
+        return bool(parts) and all(shard in listed for shard in _shards(name, parts))
 
     return skips
 
 
-def _substring(structure: Structure, names: Sequence[str]) -> Callable[[str, tuple[str, ...], bool], bool]:
+def _substring(names: Sequence[str]) -> Callable[[str, tuple[str, ...], bool], bool]:
     """`is_layer_skipped(..., skip_with_substr=True)`."""
 
     def skips(name: str, parts: tuple[str, ...], experts: bool) -> bool:
-        shards = [name, *_shards(structure, name, () if experts else parts)]
+        shards = [name, *_shards(name, () if experts else parts)]
         return any(listed in shard for listed in names for shard in shards)
 
     return skips
@@ -341,13 +379,20 @@ def _block(value: Any, key: str) -> tuple[int, int]:
 
 def _fp8(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     """`quantization/fp8.py`."""
+    activations = section.get("activation_scheme")
+    if activations not in (None, "dynamic", "static"):
+        raise ModelConfigError(
+            f"quantization_config: activation_scheme = {short(activations)} is neither dynamic nor static.",
+            "Correct it.",
+            "activation_scheme",
+        )
     block = section.get("weight_block_size")
     if block is not None:
         scheme = Scheme("fp8_block", 8, block=_block(block, "weight_block_size"))
     else:
-        scheme = Scheme("fp8", 8, static=section.get("activation_scheme") == "static")
+        scheme = Scheme("fp8", 8, static=activations == "static")
     names = _rename(structure, _strings(section, "ignored_layers", "modules_to_not_convert"))
-    found = Quantizer(structure, "fp8", scheme, skips=_exact(structure, names))
+    found = Quantizer(structure, "fp8", scheme, skips=_exact(names))
     _group(found, names, whole=True)
     return found
 
@@ -367,19 +412,19 @@ def _deepseek_v4(structure: Structure, section: Mapping[str, Any], experts: Any)
 
 def _awq(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     """`quantization/awq_marlin.py`."""
-    bits = _integer(section, "w_bit" if "w_bit" in section else "bits", 4)
-    group = _integer(section, "q_group_size" if "q_group_size" in section else "group_size", 128, -1)
+    bits = _bits(section, "w_bit" if "w_bit" in section else "bits", (4, 8))
+    group = _group_size(section, "q_group_size" if "q_group_size" in section else "group_size")
     scheme = Scheme("int", bits, max(group, 0), zeros=section.get("zero_point", True) is not False)
     names = _rename(structure, _strings(section, "modules_to_not_convert"))
-    found = Quantizer(structure, "awq", scheme, head=section.get("lm_head") is True, skips=_substring(structure, names))
+    found = Quantizer(structure, "awq", scheme, head=section.get("lm_head") is True, skips=_substring(names))
     _group(found, names, whole=False)
     return found
 
 
 def _gptq(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     """`quantization/gptq_marlin.py`, with the overrides of `dynamic` (GPTQModel): "-:regex" leaves layers alone."""
-    bits = _integer(section, "bits", 4)
-    group = _integer(section, "group_size", 128, -1)
+    bits = _bits(section, "bits", (2, 3, 4, 8))
+    group = _group_size(section, "group_size")
     ordered = section.get("desc_act") is True and group != -1
     scheme = Scheme("int", bits, max(group, 0), zeros=section.get("sym") is False, ordered=ordered)
     found = Quantizer(structure, "gptq", scheme, head=section.get("lm_head") is True)
@@ -407,7 +452,7 @@ def _gptq(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
         for negative, pattern, own in rules:
             if pattern.match(name):
                 return NONE if negative else own
-        if blocks and not any(block in shard for block in blocks for shard in _shards(structure, name, parts)):
+        if blocks and not any(block in shard for block in blocks for shard in _shards(name, parts)):
             return NONE
         return scheme
 
@@ -451,7 +496,7 @@ def _compressed(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     ignored = _matcher(ignore)
 
     def choose(name: str, parts: tuple[str, ...], experts: bool) -> Scheme:
-        shards = [f"{name}.0.{parts[0]}"] if experts else _shards(structure, name, parts)
+        shards = [f"{name}.0.{parts[0]}"] if experts else _shards(name, parts)
         if ignored(name) or all(ignored(shard) for shard in shards):
             return NONE
         for matches, _, scheme in targets:
@@ -524,14 +569,15 @@ def _modelopt(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
             f"Known: {', '.join(sorted(_ALGORITHMS))}.",
             "quantization_config.quant_algo",
         )
-    found = Quantizer(structure, "modelopt", scheme, skips=_wildcards(structure, names))
+    found = Quantizer(structure, "modelopt", scheme, skips=_wildcards(tuple(names)))
     _group(found, names, whole=False)
     return found
 
 
-def _wildcards(structure: Structure, names: Sequence[str]) -> Callable[[str, tuple[str, ...], bool], bool]:
+@lru_cache(maxsize=4)
+def _wildcards(names: tuple[str, ...]) -> Callable[[str, tuple[str, ...], bool], bool]:
     """`modelopt.py: is_layer_excluded`: whole names, then substrings, then wildcards."""
-    exact = _exact(structure, [name for name in names if "*" not in name])
+    exact = _exact([name for name in names if "*" not in name])
     # A part that names a layer can only occur in the names of that layer.
     anywhere: list[str] = []
     of_layer: dict[str, list[str]] = {}
@@ -571,11 +617,32 @@ def _mixed(structure: Structure, section: Mapping[str, Any], names: Sequence[str
             "quantization_config has no quantized_layers", key="quantization_config.quantized_layers"
         )
     keys = [key for key in listed if isinstance(key, str)]
+    entries = (listed[key] for key in keys)
+    algorithms = [str(entry.get("quant_algo") if isinstance(entry, dict) else entry).upper() for entry in entries]
+    table, by_layer = _listed(tuple(keys), tuple(_rename(structure, keys)), tuple(algorithms))
+
+    def choose(name: str, parts: tuple[str, ...], experts: bool) -> Scheme:
+        if name in table:
+            return table[name]
+        shards = [f"{name}.0.{parts[0]}"] if experts else _shards(name, parts)
+        for shard in shards:
+            if shard in table:
+                return table[shard]
+        return NONE
+
+    found = Quantizer(structure, "modelopt", choose=choose, head=True)
+    found.by_layer = by_layer
+    return found
+
+
+@lru_cache(maxsize=4)
+def _listed(
+    keys: tuple[str, ...], names: tuple[str, ...], algorithms: tuple[str, ...]
+) -> tuple[Mapping[str, Scheme], Mapping[int, tuple[str, ...]]]:
+    """How each of the listed layers is stored, and what is listed of each decoder layer."""
     table: dict[str, Scheme] = {}
     by_layer: dict[int, list[str]] = {}
-    for key, name in zip(keys, _rename(structure, keys), strict=True):
-        entry = listed[key]
-        algorithm = str(entry.get("quant_algo") if isinstance(entry, Mapping) else entry).upper()
+    for key, name, algorithm in zip(keys, names, algorithms, strict=True):
         scheme = _ALGORITHMS.get(algorithm)
         if scheme is None:
             raise PlannerError(f"quant_algo {short(algorithm)} of {key:.80} is not known to this version.")
@@ -583,26 +650,14 @@ def _mixed(structure: Structure, section: Mapping[str, Any], names: Sequence[str
         match = _LAYER_NUMBER.search(name)
         if match is not None and len(match[1]) < 7:
             by_layer.setdefault(int(match[1]), []).append(f"{name[match.end(1) :]}:{algorithm}")
-
-    def choose(name: str, parts: tuple[str, ...], experts: bool) -> Scheme:
-        if name in table:
-            return table[name]
-        shards = [f"{name}.0.{parts[0]}"] if experts else _shards(structure, name, parts)
-        for shard in shards:
-            if shard in table:
-                return table[shard]
-        return NONE
-
-    found = Quantizer(structure, "modelopt", choose=choose, head=True)
-    found.by_layer = {index: tuple(sorted(entries)) for index, entries in by_layer.items()}
-    return found
+    return table, {index: tuple(sorted(entries)) for index, entries in by_layer.items()}
 
 
 def _mxfp4(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     """`quantization/mxfp4.py`: experts alone; attention stays as it is."""
     scheme = Scheme("mxfp4", 4, 32)
     names = _rename(structure, _strings(section, "modules_to_not_convert"))
-    found = Quantizer(structure, "mxfp4", scheme, linears=False, skips=_exact(structure, names))
+    found = Quantizer(structure, "mxfp4", scheme, linears=False, skips=_exact(names))
     _group(found, names, whole=True)
     return found
 
@@ -633,7 +688,7 @@ def _auto_round(structure: Structure, section: Mapping[str, Any]) -> Quantizer:
     blocks = _rename(structure, [block.strip() for block in blocks])
 
     def choose(name: str, parts: tuple[str, ...], experts: bool) -> Scheme:
-        for shard in (name, *_shards(structure, name, parts)):
+        for shard in (name, *_shards(name, parts)):
             if shard in own:
                 return own[shard]
         for pattern, scheme in patterns:

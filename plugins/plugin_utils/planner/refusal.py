@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from .engine import Card
-from .errors import PlannerError
+from .errors import PlannerError, short
 from .placement import declared
-from .pricing import Knobs, Trial, shape
-from .rules import Layout, holds, tensor_sizes
-from .search import MIN_CONTEXT, Search
+from .pricing import Knobs, Pricer, Trial, shape
+from .request import Request
+from .rules import LORA_RANKS, Layout, holds, tensor_sizes
+from .search import MIN_CONTEXT, Fleet, Search
+
+# Flags that take the most memory by mistake; where several would do, the first of these is named.
+_USUAL = ("max_num_batched_tokens", "max_num_seqs", "max_loras", "max_lora_rank", "gpu_memory_utilization")
+_SPECULATIVE = "speculative_config"
+_MUCH_LONGER = 1.2
+# More engines than so many times those of today are no advice.
+_MAX_TIMES = 64
 
 
 def refusal(search: Search) -> PlannerError:
     """Why nothing fits: the best engine, its shortfall, and changes that were checked to fit."""
+    too_many = _too_many_engines(search)
+    if too_many is not None:
+        return too_many
     tried = search.largest()
     if not tried:
         return no_layout(search)
@@ -25,6 +39,9 @@ def refusal(search: Search) -> PlannerError:
     best = max(trials, key=lambda trial: (trial.tokens, trial.layout.world * trial.layout.data))
     if best.fits and search.fixed:
         return no_layout(search)
+    blamed = _flag_to_blame(search, best)
+    if blamed is not None:
+        return blamed
     layout, card = best.layout, best.cards[0]
     short_by = _shortfall(search, best)
     missing = "" if short_by is None else f" Short by {short_by:.2f} GiB a GPU."
@@ -35,6 +52,101 @@ def refusal(search: Search) -> PlannerError:
         f"Would fit: {'; or '.join(changes[:3])}." if changes else "Use more GPUs or a quantized checkpoint.",
         "context_length" if search.request.context_length and best.tokens else "model",
     )
+
+
+def _flag_to_blame(search: Search, best: Trial) -> PlannerError | None:
+    """The flag that takes the room: without it the model fits."""
+    flags = [_SPECULATIVE] if search.request.speculative else []
+    flags += sorted(
+        search.request.flags, key=lambda flag: (_USUAL.index(flag) if flag in _USUAL else len(_USUAL), flag)
+    )
+    told = [flag for flag in flags if _tells(search, best, flag)]
+    for guilty in [*([flag] for flag in told), *([told] if len(told) > 1 else [])]:
+        other = Search(search.model, search.nodes, _without(search.request, guilty))
+        found = other.choose()
+        if found is None or not found[0].trials:
+            continue
+        trial = min(found[0].trials.values(), key=lambda each: each.tokens)
+        layout, card = trial.layout, trial.cards[0]
+        said = search.price(layout, trial.cards, search.knobs(layout, [card], search.all_schedulers(layout)))["error"]
+        values = " and ".join(f"{_dashed(flag)} = {short(_value(search.request, flag))}" for flag in guilty)
+        gpus = f"{layout.world * layout.data} x {card.name or 'GPU'} ({shape(layout)}, context_length {other.length})"
+        return PlannerError(
+            f"{values}: the engine does not start with {'these' if len(guilty) > 1 else 'this'}; without, it fits "
+            f"{gpus}." + (f" vLLM would say: {said}" if said else ""),
+            " ".join(_advice(other, trial, flag, search.request, alone=len(guilty) == 1) for flag in guilty),
+            guilty[0] if len(guilty) == 1 else "args",
+        )
+    return None
+
+
+def shortening(search: Search) -> str:
+    """The flag without which `auto` would give a much longer context than it does; empty where there is none."""
+    for flag in (*_USUAL, "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        if flag in search.request.flags:
+            longest = Search(search.model, search.nodes, _without(search.request, [flag])).longest() or 0
+            if longest > _MUCH_LONGER * search.length:
+                value = short(search.request.flags[flag])
+                return (
+                    f"{_dashed(flag)} = {value} shortens the context to {search.length} tokens; without, {longest} fit"
+                )
+    return ""
+
+
+def _without(request: Request, flags: Sequence[str]) -> Request:
+    return replace(
+        request,
+        flags={flag: value for flag, value in request.flags.items() if flag not in flags},
+        speculative={} if _SPECULATIVE in flags else request.speculative,
+    )
+
+
+def _value(request: Request, flag: str) -> Any:
+    return request.speculative if flag == _SPECULATIVE else request.flags[flag]
+
+
+def _dashed(flag: str) -> str:
+    return "speculative" if flag == _SPECULATIVE else flag.replace("_", "-")
+
+
+def _tells(search: Search, best: Trial, flag: str) -> bool:
+    """Whether a flag changes what the best engine takes."""
+    other = Pricer(search.model, _without(search.request, [flag]))
+    other.length = search.length
+    knobs = other.knobs(best.layout, best.cards[:1], search.all_schedulers(best.layout))
+    return other.price(best.layout, best.cards, knobs) != best.figures
+
+
+def _advice(other: Search, trial: Trial, flag: str, request: Request, *, alone: bool) -> str:
+    """A value of the flag that was checked to fit, and the way without it."""
+    if flag == _SPECULATIVE:
+        return "Leave speculative out, or propose fewer tokens."
+    knobs = trial.knobs
+    for value in _milder(flag, request.flags[flag]) if alone else ():
+        more: dict[str, Any] = {}
+        if flag == "max_num_batched_tokens":
+            tried = replace(knobs, tokens=value)
+        elif flag == "max_num_seqs":
+            tokens = knobs.tokens if "max_num_batched_tokens" in request.flags else max(knobs.tokens, value)
+            tried = replace(knobs, seqs=value, tokens=tokens)
+        elif flag == "gpu_memory_utilization":
+            tried = replace(knobs, utilization=value)
+        else:
+            tried, more = knobs, {flag: value}
+        if _fits(other, trial.layout, trial.cards, tried, **more):
+            bound = "more" if flag == "gpu_memory_utilization" else "less"
+            return f"Set {_dashed(flag)} to {value} or {bound} in args, or leave it out."
+    return f"Leave {_dashed(flag)} out of args."
+
+
+def _milder(flag: str, value: Any) -> Iterator[Any]:
+    """Values of a flag that take less memory, nearest first."""
+    if flag == "max_lora_rank":
+        yield from sorted((rank for rank in LORA_RANKS if rank < int(value)), reverse=True)
+    elif flag == "gpu_memory_utilization":
+        yield from takewhile(lambda share: share <= 0.95, (step / 20 for step in range(int(float(value) * 20) + 1, 20)))
+    elif flag in _USUAL and str(value).isdecimal():
+        yield from (1 << power for power in range((int(value) - 1).bit_length() - 1, -1, -1))
 
 
 def _shortfall(search: Search, trial: Trial) -> float | None:
@@ -87,6 +199,52 @@ def _changes(search: Search, trial: Trial) -> list[str]:
     return changes
 
 
+def holding(search: Search, fleet: Fleet, engines: int) -> list[str]:
+    """Changes with which engines of this layout hold every sequence that is asked for, each checked; at most three."""
+    layout, need = fleet.layout, search.need
+    if fleet.trials is None or need is None:
+        return []
+    schedulers = engines * layout.data
+    # As many as each scheduler gets; the KV cache must hold them, and their number must fit.
+    share = -(-need // schedulers)
+
+    def held(card: Card, trial: Trial, length: int, **more: Any) -> float:
+        seqs = max(trial.knobs.seqs, share) if search.request.max_num_seqs is None else trial.knobs.seqs
+        knobs = replace(trial.knobs, length=length, seqs=seqs, tokens=max(trial.knobs.tokens, seqs))
+        try:
+            figures = search.price(layout, trial.cards, knobs, **more)
+        except PlannerError:
+            # A change that this model or version does not know is no advice.
+            return 0.0
+        return float(min(figures["max_concurrency"], seqs)) if figures["fits"] else 0.0
+
+    def holds_all(length: int, **more: Any) -> bool:
+        total, left = 0.0, engines
+        for card, number in fleet.in_order():
+            used = min(number, left)
+            total += used * layout.data * held(card, fleet.trials[card], length, **more)  # type: ignore[index]
+            left -= used
+        return total >= need
+
+    changes = []
+    low, high = 0, search.length
+    while high - low > max(16, low // 50):
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds_all(middle) else (low, middle)
+    if low // 16 * 16 >= MIN_CONTEXT and holds_all(low // 16 * 16):
+        changes.append(f"context_length: {low // 16 * 16}")
+    if "kv_cache_dtype" not in search.request.flags and holds_all(search.length, kv_cache_dtype="fp8"):
+        changes.append("args: {kv-cache-dtype: fp8}")
+    each = min(trial.sequences for trial in fleet.trials.values())
+    number = math.ceil(need / each) if each >= 1 else 0
+    if engines < number <= _MAX_TIMES * engines and search.request.objective != "capacity":
+        changes.append(f"{number * layout.world * layout.data} GPUs of this kind ({number} engines of {shape(layout)})")
+    room = math.floor(min(fleet.sequences(engines), fleet.slots(engines)))
+    if room >= 1:
+        changes.append(f"concurrency: {room}")
+    return changes[:3]
+
+
 def _fits(search: Search, layout: Layout, cards: tuple[Card, ...], knobs: Knobs, **more: Any) -> bool:
     try:
         return bool(search.price(layout, cards, knobs, **more)["fits"])
@@ -137,4 +295,24 @@ def no_layout(search: Search) -> PlannerError:
         f"No layout of this model keeps the engine's rules on these nodes ({known}).",
         "Choose another model or other nodes.",
         "model",
+    )
+
+
+def _too_many_engines(search: Search) -> PlannerError | None:
+    """A dense model fits, but not as often as is pinned."""
+    wanted = search.request.data
+    if wanted is None or search.model.is_moe:
+        return None
+    other = Search(search.model, search.nodes, replace(search.request, data=None))
+    other.fixed = None
+    fleets = [fleet for _, layout in other.ranked() if (fleet := other.fleet(layout)) is not None]
+    best = max(fleets, key=lambda fleet: fleet.available, default=None)
+    if best is None or best.available >= wanted:
+        return None
+    number, each = best.available, shape(best.layout)
+    return PlannerError(
+        f"parallelism.data = {wanted}, but only {number} {'engine' if number == 1 else 'engines'} of {each} "
+        f"fit on these nodes ({declared(search.nodes)}).",
+        f"Set parallelism.data to {number} or less, or leave it out.",
+        "parallelism.data",
     )

@@ -96,6 +96,8 @@ def _instance(
         "memory": _memory(figures, replicas),
         "kv_cache_tokens": figures.get("kv_cache_tokens"),
         "max_concurrency": _finite(figures.get("max_concurrency")),
+        # In all engines together, which may be on unequal GPUs.
+        "sequences": _finite(plan.get("sequences")),
         "margin": _finite(figures.get("margin")),
         "assumptions": list(figures.get("assumptions") or ()),
         "reasons": list(plan["reasons"]),
@@ -361,7 +363,8 @@ def capacity_text(instance: Mapping[str, Any]) -> Iterator[str]:
     each = "each KV cache: " if one > 1 else ""
     text = f"{each}{tokens} tokens of KV cache, {sequences:.1f} sequences at full length"
     if one > 1:
-        text += f"; all {one} together {sequences * one:.1f}"
+        together = instance["sequences"]
+        text += f"; all {one} together {sequences * one if together is None else together:.1f}"
     yield text
 
 

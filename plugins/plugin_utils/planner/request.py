@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .choices import check_choices, check_speculative
 from .engine import DEFAULT_VERSION, MAX_VALUE, parse_version
 from .errors import PlannerError, short
 from .serve_args import engine_flags
@@ -79,7 +80,10 @@ def check_plain(value: Any, key: str) -> None:
         if seen > _MAX_VALUES:
             raise PlannerError(f"{key} holds more than {_MAX_VALUES} values.", key=key)
         for item in level:
-            if isinstance(item, Mapping):
+            kind = type(item)
+            if kind is str or kind is float or item is None:
+                continue
+            if kind is dict or isinstance(item, Mapping):
                 below += item.keys()
                 below += item.values()
             elif isinstance(item, list | tuple):
@@ -141,6 +145,8 @@ def parse_request(values: Mapping[str, Any]) -> Request:
         vllm_version=version,
         cpu=values.get("variant") == "cpu",
     )
+    check_choices(request.flags, version)
+    check_speculative(request.speculative, version)
     seqs = request.max_num_seqs
     if seqs is not None and request.concurrency is not None and seqs * (request.data or 1) < request.concurrency:
         raise PlannerError(

@@ -1,12 +1,13 @@
 """The engine's own rules on parallelism that need only counts, in vLLM's wording, each with a remedy.
 
-Numbers are those of the project's rule list. `check` knows the rules of a layout, `check_engine` those of other flags
-and of the environment; `remarks` tells what vLLM does by itself where a rule is not kept (rules 3, 13 and 19).
+Numbers are those of the project's rule list; those from 24 on came later (24 block size, 25 scheduler, 26 graphs).
+`check` knows the rules of a layout, `check_engine` those of other flags and of the environment; `remarks` tells what
+vLLM does by itself where a rule is not kept (rules 3, 13 and 19).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,22 @@ _WITHOUT_STAGES = frozenset(
     }
 )
 # vllm/config/lora.py: MaxLoRARanks.
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# vllm/lora/layers/logits_processor.py: create_lora_weights, in 0.19 as in 0.33.
+_LORA_VOCABULARY = 258048
+# Back ends that take only multiples of a size other than 16 (v1/attention/backends: get_supported_kernel_block_sizes).
+_BACKEND_BLOCKS = {
+    "CUTLASS_MLA": 128,
+    "FLASHINFER_MLA": 32,
+    "FLASHINFER_MLA_SPARSE": 32,
+    "FLASHMLA": 64,
+    "FLASHMLA_SPARSE": 64,
+    "FLASH_ATTN_MLA_SPARSE": 64,
+    "TOKENSPEED_MLA": 32,
+}
+_CAPTURES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+# The indexers of sparse attention have one kernel each (v1/attention/backends/mla/indexer.py).
+_INDEXER_BLOCKS = {"dsa": 64, "deepseek_v4": 256}
 # Methods that left the core, and the first version known to be without them.
 _GONE_METHODS = {"gguf": (0, 26), "bitsandbytes": (0, 33)}
 _GROUPED_METHODS = ("gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "auto-round", "auto_gptq")
@@ -98,6 +114,8 @@ class Layout:
     # Expert load balancing, and the copies of experts that it adds.
     eplb: bool = False
     redundant_experts: int = 0
+    # Adaptive verification of drafts.
+    adaptive: bool = False
 
     @property
     def world(self) -> int:
@@ -112,6 +130,8 @@ class Violation:
     rule: int
     message: str
     remedy: str
+    # The flag that is to be corrected, where it is one.
+    flag: str = ""
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}"
@@ -459,6 +479,12 @@ def _draft(model: Model, layout: Layout) -> Iterator[Violation]:
             "model tensor_parallel_size",
             f"Set speculative.draft_tensor_parallel_size to 1 or {layout.tensor}.",
         )
+    if layout.adaptive and layout.pipeline > 1:
+        yield Violation(
+            21,
+            "Adaptive verification is not currently compatible with pipeline parallelism",
+            "Drop enable_adaptive_verification from speculative, or set parallelism.pipeline to 1.",
+        )
 
 
 _SIZE_RULES: tuple[Rule, ...] = (
@@ -487,10 +513,15 @@ _RULES: tuple[Rule, ...] = (
 # Rules of other flags
 
 
-def check_engine(model: Model, engine: Engine, environment: Mapping[str, Any] | None = None) -> list[Violation]:
-    """Rules 20 to 23 and what of rule 11 no layout describes: broken by flags or by the environment of the engine."""
+def check_engine(
+    model: Model, engine: Engine, environment: Mapping[str, Any] | None = None, *, cpu: bool = False
+) -> list[Violation]:
+    """Rules from 20 on and what of rule 11 no layout describes: broken by flags or by the environment of the engine."""
     return [
-        *_lora(engine),
+        *_lora(model, engine),
+        *_block(model, engine, cpu),
+        *_scheduler(engine),
+        *_captures(engine),
         *_speculation(model, engine),
         *_method(model, engine),
         *_connector(engine, environment or {}),
@@ -498,17 +529,25 @@ def check_engine(model: Model, engine: Engine, environment: Mapping[str, Any] | 
     ]
 
 
-def _lora(engine: Engine) -> Iterator[Violation]:
+def _lora(model: Model, engine: Engine) -> Iterator[Violation]:
     flags = engine.flags
     if not flags.get("enable_lora"):
         return
-    if engine.max_lora_rank not in _LORA_RANKS:
-        ranks = ", ".join(map(str, _LORA_RANKS[:-1]))
-        best = min((rank for rank in _LORA_RANKS if rank >= engine.max_lora_rank), default=_LORA_RANKS[-1])
+    if model.vocab > _LORA_VOCABULARY:
         yield Violation(
             20,
-            f"max_lora_rank = {engine.max_lora_rank}: Input should be {ranks} or {_LORA_RANKS[-1]}.",
+            f"When using LoRA, vocab size must be <= {_LORA_VOCABULARY} (this model's is {model.vocab}).",
+            "Drop enable-lora from args, and serve a checkpoint that the adapter is merged into.",
+            "enable_lora",
+        )
+    if engine.max_lora_rank not in LORA_RANKS:
+        ranks = ", ".join(map(str, LORA_RANKS[:-1]))
+        best = min((rank for rank in LORA_RANKS if rank >= engine.max_lora_rank), default=LORA_RANKS[-1])
+        yield Violation(
+            20,
+            f"max_lora_rank = {engine.max_lora_rank}: Input should be {ranks} or {LORA_RANKS[-1]}.",
             f"Set max-lora-rank in args to {best}.",
+            "max_lora_rank",
         )
     host = _number(flags.get("max_cpu_loras"))
     if host is not None and host < engine.max_loras:
@@ -516,7 +555,80 @@ def _lora(engine: Engine) -> Iterator[Violation]:
             20,
             f"max_cpu_loras ({host}) must be >= max_loras ({engine.max_loras}).",
             f"Set max-cpu-loras to {engine.max_loras} or more in args.",
+            "max_cpu_loras",
         )
+
+
+def _block(model: Model, engine: Engine, cpu: bool) -> Iterator[Violation]:
+    size = engine.block_size
+    kinds = _mixers(model)
+    if size is None or (kinds and not any(mixer.is_attention for mixer in kinds)):
+        return
+    if cpu:
+        # v1/attention/backends/cpu_attn.py; platforms/cpu.py replaces whatever is given where the attention is latent.
+        step, why = (1, "") if model.mla else (32, f"No common block size for {size} (CPU_ATTN: [MultipleOf(32)]).")
+    else:
+        backend = str(engine.flags.get("attention_backend") or "").upper()
+        # FlexAttention took any size once.
+        step = 16 if engine.at_least(0, 26) else 1
+        step = max(step, _BACKEND_BLOCKS.get(backend, 1), *(_INDEXER_BLOCKS.get(each.index_kind, 1) for each in kinds))
+        why = (
+            f"Selected backend {backend} is not valid for this configuration. Reason: ['block_size not supported']"
+            if backend
+            else "No valid attention backend found for cuda: block_size not supported."
+        )
+    if size % step:
+        near = max(step, round(size / step) * step)
+        yield Violation(
+            24,
+            f"{why} ({size} is no multiple of {step})",
+            f"Set block-size to {near} in args, or leave it out.",
+            "block_size",
+        )
+
+
+def _scheduler(engine: Engine) -> Iterator[Violation]:
+    tokens, seqs = engine.max_num_batched_tokens, engine.max_num_seqs
+    if tokens is not None and seqs is not None and tokens < seqs:
+        yield Violation(
+            25,
+            f"max_num_batched_tokens ({tokens}) must be greater than or equal to max_num_seqs ({seqs}).",
+            f"Set max-num-batched-tokens to {seqs} or more in args, or lower max-num-seqs.",
+            "max_num_batched_tokens",
+        )
+
+
+def _captures(engine: Engine) -> Iterator[Violation]:
+    """vllm/config/vllm.py: _set_cudagraph_sizes."""
+    config = engine.flags.get("compilation_config")
+    config = config if isinstance(config, Mapping) else {}
+    given = {name: engine.flags.get(name, config.get(name)) for name in _CAPTURES}
+    sizes, largest = given["cudagraph_capture_sizes"], given["max_cudagraph_capture_size"]
+    flag = next((name for name in _CAPTURES if name in engine.flags), "compilation_config")
+    if sizes is None or engine.enforce_eager:
+        return
+    known = [_number(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]
+    counts = [size for size in known if size is not None and size > 0]
+    if len(counts) < len(known) or not counts:
+        yield Violation(
+            26,
+            "cudagraph_capture_sizes should contain at least one element when using cuda graph, and positive integers.",
+            "Correct cudagraph-capture-sizes in args, or leave it out.",
+            flag,
+        )
+    elif largest is not None and not _is_largest(_number(largest), counts, engine.max_num_batched_tokens or 256):
+        yield Violation(
+            26,
+            f"customized max_cudagraph_capture_size(={str(largest)[:60]}) should be consistent with the max value of "
+            f"cudagraph_capture_sizes(={max(counts)})",
+            "Leave max-cudagraph-capture-size out of args.",
+            flag,
+        )
+
+
+def _is_largest(size: int | None, sizes: Sequence[int], tokens: int) -> bool:
+    """Sizes beyond a batch are dropped first; `tokens` is the least that a batch may have."""
+    return size is not None and size in sizes and not any(size < other <= tokens for other in sizes)
 
 
 def _speculation(model: Model, engine: Engine) -> Iterator[Violation]:
@@ -524,6 +636,12 @@ def _speculation(model: Model, engine: Engine) -> Iterator[Violation]:
     if not speculative:
         return
     method, tokens = speculative.get("method"), _number(speculative.get("num_speculative_tokens"))
+    if engine.layout.adaptive and engine.flags.get("enable_lora"):
+        yield Violation(
+            21,
+            "Adaptive verification is not currently compatible with LoRA",
+            "Drop enable_adaptive_verification from speculative, or enable-lora from args.",
+        )
     if method in ("ngram", "[ngram]", "ngram_gpu"):
         low, high = (_number(speculative.get(f"prompt_lookup_{end}")) for end in ("min", "max"))
         if low is not None and high is not None and low > high:
@@ -647,15 +765,17 @@ def _vision_heads(model: Model) -> int | None:
     return next((number for key in ("num_heads", "num_attention_heads") if (number := _number(vision.get(key)))), None)
 
 
-def require_engine(model: Model, engine: Engine, environment: Mapping[str, Any] | None = None) -> None:
+def require_engine(
+    model: Model, engine: Engine, environment: Mapping[str, Any] | None = None, *, cpu: bool = False
+) -> None:
     """Raise with every broken rule of the other flags."""
-    broken = check_engine(model, engine, environment)
+    broken = check_engine(model, engine, environment, cpu=cpu)
     if broken:
         keys = {21: "speculative", 22: "model", 23: "environment"}
         raise PlannerError(
             " ".join(violation.message for violation in broken),
             " ".join(dict.fromkeys(violation.remedy for violation in broken)),
-            keys.get(broken[0].rule, "args"),
+            broken[0].flag or keys.get(broken[0].rule, "args"),
         )
 
 

@@ -18,7 +18,7 @@ from .engine import Card
 from .model import Model
 from .placement import Node, Placed, Pool, by_node, count, pack, pools, spans_nodes, stage_cards
 from .pricing import Knobs, Pricer, Trial
-from .request import Request, integer
+from .request import Request
 from .rules import Layout, holds, tensor_sizes
 
 # Sequences of full length that an engine should hold when nobody says how many: with one, the next would wait.
@@ -32,6 +32,10 @@ _MAX_WORLD = 128
 _MAX_NODES = 256
 # Layers moved between unequal stages; more would change the last percent.
 _MOVES = 8
+# What an engine over several nodes must hold more, since its ranks wait for the network.
+_FARTHER = 1.25
+# Layouts that are looked at to name the next best.
+_OTHERS = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,12 @@ class Fleet:
             total += used * self.trials[card].sequences
             engines -= used
         return total
+
+    def slots(self, engines: int) -> float:
+        """Sequences that so many engines run at a time, whatever room they have."""
+        if self.trials is None:
+            return math.inf
+        return engines * self.layout.data * min(trial.knobs.seqs for trial in self.trials.values())
 
     def in_order(self) -> list[tuple[Card, int]]:
         return sorted(self.numbers.items(), key=lambda item: (-item[0].memory_total_mib, item[0].name))
@@ -104,14 +114,6 @@ class Search(Pricer):
         whole = self.model.is_moe and self.request.expert is not False
         return [tensor for tensor in tensor_sizes(self.model, self.room, expert=whole) if tensor % size == 0]
 
-    @cached_property
-    def _redundant(self) -> int:
-        config = self.request.flags.get("eplb_config")
-        number = config.get("num_redundant_experts") if isinstance(config, Mapping) else None
-        if number is None or (number == 0 and not isinstance(number, bool)):
-            return 0
-        return integer(number, "args.eplb-config.num_redundant_experts") or 0
-
     @property
     def equal(self) -> bool:
         """Whether every node of an engine must give as many GPUs."""
@@ -127,8 +129,9 @@ class Search(Pricer):
             decode_context=self.request.decode_context,
             layer_partition=partition if partition is not None and len(partition) == pipeline else None,
             draft_tensor=self.engine.layout.draft_tensor,
-            eplb=bool(self.request.flags.get("enable_eplb")),
-            redundant_experts=self._redundant,
+            eplb=self.engine.layout.eplb,
+            redundant_experts=self.engine.layout.redundant_experts,
+            adaptive=self.engine.layout.adaptive,
         )
 
     def layouts(self, tensor: int, pipeline: int = 1, data: int = 1) -> Iterator[Layout]:
@@ -204,8 +207,9 @@ class Search(Pricer):
 
     def enough(self, fleet: Fleet, engines: int) -> bool:
         """Whether so many engines hold the sequences."""
-        needed = FLOOR * engines * fleet.layout.data if self.need is None else self.need
-        return fleet.sequences(engines) >= needed
+        if self.need is None:
+            return fleet.sequences(engines) >= FLOOR * engines * fleet.layout.data
+        return min(fleet.sequences(engines), fleet.slots(engines)) >= self.need
 
     def all(self, fleet: Fleet) -> int:
         return self.fixed or fleet.available
@@ -247,24 +251,28 @@ class Search(Pricer):
                         found += list(self.layouts(tensor, stages, rest // stages))
         return found
 
-    def throughput(self) -> tuple[Fleet, int] | None:
-        """The most engines (or data-parallel ranks) that together still hold the sequences."""
+    def useful(self, layout: Layout, engines: int) -> float:
+        """Schedulers that have work: more than there are sequences would idle."""
+        schedulers = min(engines, self.fixed or engines) * layout.data
+        return min(schedulers, math.inf if self.need is None else self.need)
 
-        def useful(layout: Layout, engines: int) -> float:
-            # More engines than sequences would idle.
-            schedulers = min(engines, self.fixed or engines) * layout.data
-            return min(schedulers, math.inf if self.need is None else self.need)
-
-        ranked = []
+    def ranked(self) -> list[tuple[float, Layout]]:
+        """Layouts inside a node by the schedulers that they could have, best first."""
+        found = []
         for layout in self.inside():
             engines = sum(self.engines_inside(layout, card) for card in self.by_card)
             if engines >= (self.fixed or 1):
-                rank = (useful(layout, engines), -layout.pipeline, layout.world * layout.data, layout.tensor)
-                ranked.append((rank, not layout.expert, layout))
-        ranked.sort(key=lambda item: item[:2], reverse=True)
+                bound = self.useful(layout, engines)
+                rank = (bound, -layout.pipeline, layout.world * layout.data, layout.tensor, not layout.expert)
+                found.append((rank, bound, layout))
+        found.sort(key=lambda item: item[0], reverse=True)
+        return [(bound, layout) for _, bound, layout in found]
+
+    def throughput(self) -> tuple[Fleet, int] | None:
+        """The most engines (or data-parallel ranks) that together still hold the sequences."""
         best: tuple[float, Fleet] | None = None
         widest: Fleet | None = None
-        for (bound, *_), _, layout in ranked:
+        for bound, layout in self.ranked():
             if best is not None and bound <= best[0]:
                 break
             fleet = self.fleet(layout)
@@ -276,15 +284,21 @@ class Search(Pricer):
                 if widest is None or fleet.sequences(engines) > widest.sequences(self.all(widest)):
                     widest = fleet
                 continue
-            value = useful(layout, engines)
+            value = self.useful(layout, engines)
             if best is None or value > best[0]:
                 best = value, fleet
         if best is not None:
             return best[1], self.all(best[1])
         across = self.across(lambda fleet: self.enough(fleet, self.all(fleet)))
-        if widest is None or (across is not None and self.enough(across, self.all(across))):
-            widest = across or widest or self.unequal()
+        if across is not None and (widest is None or self._reaches(across, widest)):
+            widest = across
+        widest = widest or self.unequal()
         return None if widest is None else (widest, self.all(widest))
+
+    def _reaches(self, across: Fleet, inside: Fleet) -> bool:
+        """Whether engines over several nodes hold what those inside of one don't, or at least much more of it."""
+        engines = self.all(across)
+        return self.enough(across, engines) or across.sequences(engines) > _FARTHER * inside.sequences(self.all(inside))
 
     def latency(self) -> tuple[Fleet, int] | None:
         """The largest tensor size inside a node, and no more engines than the sequences need."""
@@ -334,6 +348,42 @@ class Search(Pricer):
                 found = across
         found = found or self.unequal()
         return None if found is None else (found, self.all(found))
+
+    def runner_up(self, chosen: Layout) -> tuple[Fleet, int] | None:
+        """The layout that would have come next, with its engines; the first few that differ in size are tried."""
+        objective = self.request.objective
+        if objective == "throughput":
+            layouts = [layout for _, layout in self.ranked()]
+        elif objective == "latency":
+            data = (self.request.data or 1) if self.model.is_moe else 1
+            layouts = [each for tensor in self.tensors if tensor <= self.room for each in self.layouts(tensor, 1, data)]
+        else:
+            layouts = sorted(self.inside(), key=lambda each: (-each.world * each.data, each.pipeline, -each.tensor))
+        # Layouts that leave GPUs idle come last, for they are seldom meant.
+        layouts.sort(key=self._busy, reverse=True)
+        found: list[tuple[Fleet, int]] = []
+        sizes = {(chosen.tensor, chosen.pipeline, chosen.data)}
+        for layout in layouts:
+            size = (layout.tensor, layout.pipeline, layout.data)
+            if size in sizes or len(sizes) > _OTHERS:
+                continue
+            sizes.add(size)
+            fleet = self.fleet(layout, (self.fixed or 1) if objective != "throughput" else None)
+            if fleet is not None and fleet.trials is not None:
+                found.append((fleet, self.all(fleet) if objective == "throughput" else self.fixed or 1))
+        if objective == "latency":
+            return found[0] if found else None
+        return max(found, key=lambda each: (self.enough(*each), self._value(*each)), default=None)
+
+    def _busy(self, layout: Layout) -> int:
+        """GPUs that engines inside nodes would use."""
+        if self.request.objective == "latency":
+            return 0
+        return sum(self.engines_inside(layout, card) for card in self.by_card) * layout.world * layout.data
+
+    def _value(self, fleet: Fleet, engines: int) -> tuple[float, float]:
+        useful = self.useful(fleet.layout, engines) if self.request.objective == "throughput" else 0.0
+        return useful, fleet.sequences(engines)
 
     # Engines over several nodes
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 from .cards import UNKNOWN_CHIP, chip
 from .engine import Card, Engine
-from .errors import PlannerError, short
+from .errors import PlannerError, UnsupportedArchitectureError, short
 from .families_encoder import is_pooling
 from .mixers import architecture_of
 from .model import Model
 from .overhead import batch_defaults, mm_limits
 from .quantization import BYTES, NONE, Quantizer, Share, allocated, experts_bytes, linear_bytes, quantizer, weight_bytes
 from .rules import split_layers
-from .structure import EAGER_FLOAT32, Experts, Item, Linear, Plain, Structure, Vocabulary, build
+from .structure import build
+from .tensors import EAGER_FLOAT32, Experts, Item, Linear, Plain, Structure, Vocabulary
 
 _VOCABULARY_PADDING = 64
 # Classes whose `embedding_modules`, their own or an ancestor's, let adapters change embedding and head too
@@ -67,6 +68,26 @@ _ADAPTED_ENDS_33 = frozenset(
     f"Qwen3_5{name}"
     for name in ("ForCausalLM", "ForConditionalGeneration", "MoeForCausalLM", "MoeForConditionalGeneration")
 )
+# Back ends of the exchange between experts that take a part of the tokens from each tensor rank
+# (vllm/config/parallel.py: use_sequence_parallel_moe).
+_SPREADING = frozenset(
+    {
+        "allgather_reducescatter",
+        "deepep_high_throughput",
+        "deepep_low_latency",
+        "deepep_v2",
+        "flashinfer_nvlink_one_sided",
+        "mori",
+        "mori_high_throughput",
+        "mori_low_latency",
+        "nixl_ep",
+        "passthrough",
+    }
+)
+# Found in 0.32 and not in 0.26.
+_NARROW_TILES = (0, 27)
+# From then on as int32; before in the type of the activations.
+_WHOLE_ZEROS = (0, 27)
 # vLLM's default on cards of 70 GiB and more.
 _BATCHED_TOKENS = 8192
 
@@ -96,6 +117,10 @@ class _Split:
     # Of the largest batch.
     tokens: int = 0
     eager: bool = False
+    stages: int = 1
+    version: tuple[int, int] = (0, 0)
+    # Tensor ranks share out the experts' tokens.
+    spread: bool = False
 
 
 def stage_weights(
@@ -155,8 +180,17 @@ def _split(model: Model, engine: Engine, card: Card | None) -> _Split:
         loras=engine.max_loras,
         rank=engine.max_lora_rank,
         eager=engine.enforce_eager,
+        stages=layout.pipeline,
+        version=engine.version[:2],
+        spread=layout.expert and layout.tensor > 1 and layout.data > 1 and _all_to_all(engine) in _SPREADING,
         tokens=batch_defaults(engine, card, model)[1] if card else engine.max_num_batched_tokens or _BATCHED_TOKENS,
     )
+
+
+def _all_to_all(engine: Engine) -> str:
+    value = engine.flags.get("all2all_backend")
+    # The older names stand for the default (config/parallel.py).
+    return "allgather_reducescatter" if value in (None, "naive", "pplx") else str(value)[:100]
 
 
 def _stages(structure: Structure, rules: Quantizer, split: _Split, engine: Engine) -> tuple[list[float], list[int]]:
@@ -247,7 +281,10 @@ def shape(item: Linear, tensor: int) -> tuple[int, list[int]]:
 
 
 def _linear_item(item: Linear, prefix: str, rules: Quantizer, split: _Split) -> float:
-    inputs, outputs = shape(item, split.tensor)
+    whole = item.whole
+    spread = whole is not None and split.spread and split.version >= whole.since
+    tensor = 1 if spread and not (whole is not None and whole.one_stage and split.stages > 1) else split.tensor
+    inputs, outputs = shape(item, tensor)
     scheme = rules.linear(prefix, item)
     weight = weight_bytes(scheme, inputs * sum(outputs), split.width)
     scales = linear_bytes(scheme, inputs, outputs, split.width, split.chip) - weight
@@ -267,10 +304,16 @@ def _experts_item(item: Experts, prefix: str, rules: Quantizer, split: _Split) -
     count = -(-(item.count + split.redundant) // split.expert_ranks)
     intermediate = -(-item.intermediate // split.expert_tensor)
     total = 0.0
-    share = Share(count, intermediate, split.width, split.chip)
+    share = Share(count, intermediate, split.width, split.chip, narrow_tiles=split.version >= _NARROW_TILES)
     scheme = rules.experts(prefix, item)
     elements = count * item.hidden * intermediate
     sizes = experts_bytes(scheme, item, share)
+    if rules.method == "gptq" and scheme.kind == "int" and not scheme.zeros:
+        # Packed zero points stay with the experts of symmetric checkpoints too (quantization/gptq_marlin.py).
+        zeros = 4 if split.version >= _WHOLE_ZEROS else split.width
+        packed = count * scheme.bits / 32 * zeros
+        wide, tall = (-(-size // scheme.group) if scheme.group else 1 for size in (item.hidden, intermediate))
+        total += packed * (wide * (2 if item.gated else 1) * intermediate + tall * item.hidden)
     for size, number, biases in zip(sizes, (2 if item.gated else 1, 1), (intermediate, item.hidden), strict=True):
         weight = weight_bytes(scheme, number * elements, split.width)
         if scheme.kind != "mxfp4":
@@ -319,8 +362,14 @@ def _drafter(model: Model, structure: Structure, engine: Engine, draft: Model | 
         )
         return stage_weights(draft, alone, card=card)[0].bytes
     method = str(engine.speculative.get("method") or "")
-    if "mtp" not in method or not structure.mtp:
+    if "mtp" not in method:
         return 0.0
+    if not structure.mtp:
+        raise UnsupportedArchitectureError(
+            f"MTP layers of {structure.architecture:.80} are not known to this version.",
+            "Leave speculative_config out, or plan it by hand.",
+            "speculative_config",
+        )
     split = replace(_split(model, engine, card), loras=0)
     prefix = f"{structure.prefix}{len(structure.layers)}."
     return structure.mtp_layers * _items(structure.mtp, prefix, quantizer(model, structure, engine), split)

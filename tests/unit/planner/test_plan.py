@@ -109,6 +109,8 @@ def test_tensor_across_nodes_needs_a_fast_fabric(model_config) -> None:
         ({"args": {"gpu-memory-utilization": 2}}, "args.gpu-memory-utilization", ["between 0 and 1"]),
         ({"args": {"kv_cache_dtype": "fp3"}}, "args.kv_cache_dtype", ["fp3", "fp8_e4m3"]),
         ({"args": {"max-num-seqs": 10**15}}, "args.max-num-seqs", ["positive integer up to"]),
+        ({"args": {"block_size": 24}}, "args.block_size", ["no multiple of 16", "Set block-size to 32"]),
+        ({"args": {"block-size": 40}, "variant": "cpu"}, "args.block-size", ["No common block size for 40"]),
         ({"vllm_version": "0.1.0"}, "vllm_version", ["0.33.0"]),
     ],
 )
@@ -118,6 +120,24 @@ def test_refusals(model_config, request_, key, words) -> None:
     assert caught.value.key == key
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, "x"])
+def test_a_wrong_value_is_told_where_it_comes_from(model_config, value) -> None:
+    """The model's file, the drafter's file or an override: each by its own key."""
+    config, wrong = model_config("dense_8b"), {**model_config("dense_8b"), "vocab_size": value}
+    draft = {"speculative": {"method": "draft_model", "model": "a/b", "num_speculative_tokens": 2}}
+    for request_, key in (
+        ({"args": {"hf-overrides": {"vocab_size": value}}}, "args.hf-overrides"),
+        ({"args": {"hf_overrides": json.dumps({"vocab_size": value})}}, "args.hf_overrides"),
+        ({**draft, "draft_config": wrong}, "draft_config"),
+    ):
+        with pytest.raises(PlannerError, match="vocab_size") as caught:
+            plan(config, nodes(1), **request_)
+        assert caught.value.key == key
+    with pytest.raises(PlannerError, match="vocab_size") as caught:
+        plan(wrong, nodes(1), **draft, draft_config=config, args={"hf-overrides": {"hidden_act": "silu"}})
+    assert caught.value.key == "model.config"
 
 
 def test_a_wrong_config_is_named_as_such(model_config) -> None:
@@ -135,6 +155,56 @@ def test_too_large_names_the_shortfall_and_what_fits(model_config) -> None:
     assert "2 GPUs (tensor 2)" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("request_", "key"),
+    [
+        ({"args": {"max-num-batched-tokens": 10**7}}, "args.max-num-batched-tokens"),
+        ({"args": {"max_num_batched_tokens": 10**9, "enforce-eager": True}}, "args.max_num_batched_tokens"),
+        ({"args": {"max-num-seqs": 10**6}}, "args.max-num-seqs"),
+        ({"args": {"enable-lora": True, "max-loras": 10**5}}, "args.max-loras"),
+        ({"args": {"enable-lora": True, "max-lora-rank": 512, "max-loras": 1000}}, "args.max-loras"),
+        ({"args": {"gpu-memory-utilization": 0.05}}, "args.gpu-memory-utilization"),
+        ({"args": {"kv-cache-memory-bytes": 10**12}}, "args.kv-cache-memory-bytes"),
+        ({"args": {"num-gpu-blocks-override": 10**9}}, "args.num-gpu-blocks-override"),
+        ({"args": {"num-gpu-blocks-override": 1}}, "args.num-gpu-blocks-override"),
+        ({"args": {"block-size": 1 << 20}}, "args.block-size"),
+        (
+            {"args": {"enable-chunked-prefill": False, "max-num-batched-tokens": 1024}, "context_length": 8192},
+            "args.max-num-batched-tokens",
+        ),
+        (
+            {"speculative": {"method": "ngram", "num_speculative_tokens": 10**6, "prompt_lookup_max": 4}},
+            "speculative",
+        ),
+    ],
+)
+def test_a_flag_that_takes_the_room_is_blamed_and_not_the_model(model_config, request_, key) -> None:
+    config = model_config("dense_8b")
+    with pytest.raises(PlannerError) as caught:
+        plan(config, nodes(1), **request_)
+    assert caught.value.key == key
+    assert "without, it fits 1 x NVIDIA H200" in caught.value.problem
+    # The advice was checked: what it names fits.
+    name = key.removeprefix("args.")
+    if "Set " in caught.value.remedy:
+        value = float(caught.value.remedy.split(f"Set {name.replace('_', '-')} to ")[1].split()[0])
+        value = value if value < 1 else int(value)
+        assert plan(config, nodes(1), **{**request_, "args": {**request_["args"], name: value}})["estimate"]["fits"]
+
+
+def test_two_flags_that_take_the_room_are_both_named(model_config) -> None:
+    with pytest.raises(PlannerError) as caught:
+        plan(model_config("dense_8b"), nodes(1), args={"max-num-batched-tokens": 10**7, "max-num-seqs": 10**6})
+    assert caught.value.key == "args"
+    assert "max-num-batched-tokens = 10000000 and max-num-seqs = 1000000" in caught.value.problem
+
+
+def test_a_model_that_is_too_large_is_not_blamed_on_its_flags(model_config) -> None:
+    with pytest.raises(PlannerError) as caught:
+        plan(model_config("dense_72b"), nodes(1, gpu=L4), args={"max-num-batched-tokens": 4096, "max-num-seqs": 8})
+    assert caught.value.key == "model"
+
+
 def test_advice_really_fits(model_config) -> None:
     config = model_config("dense_72b")
     with pytest.raises(PlannerError) as caught:
@@ -144,11 +214,150 @@ def test_advice_really_fits(model_config) -> None:
     assert plan(config, nodes(2, gpu=H100), context_length=length)["estimate"]["fits"]
 
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+WIDE = {"tensor": 1, "data": 16, "expert": True}
+
+
+def test_shorter_steps_make_room_where_experts_are_spread_wide() -> None:
+    """The profile run holds what the experts of all data-parallel ranks get, so a long step costs much of the cache."""
+    listed = nodes(8, 8, fabric="infiniband")
+    result = plan(DEEPSEEK_V3, listed, parallelism=WIDE, context_length=32768)
+    assert result["max_num_batched_tokens"] == 2048
+    (reason,) = [text for text in result["reasons"] if text.startswith("max_num_batched_tokens")]
+    assert "with vLLM's 8192 a data-parallel rank would hold" in reason
+    pinned = plan(DEEPSEEK_V3, listed, parallelism=WIDE, context_length=32768, args={"max-num-batched-tokens": 8192})
+    assert result["sequences"] > 2 * pinned["sequences"]
+    # Once what is asked has room, long steps stay; the reasons tell the price.
+    asked = plan(DEEPSEEK_V3, listed, parallelism=WIDE, context_length=32768, concurrency=64)
+    assert asked["max_num_batched_tokens"] == 8192
+    assert any("2048 would make room for" in text and "what is asked has room" in text for text in asked["reasons"])
+
+
+def test_steps_stay_long_where_little_would_be_won(model_config) -> None:
+    assert plan(model_config("dense_8b"), nodes(8))["max_num_batched_tokens"] == 8192
+    assert plan(DEEPSEEK_V3, nodes(8), objective="latency", context_length=32768)["max_num_batched_tokens"] == 8192
+
+
+def test_the_wider_of_two_that_hold_too_little_is_taken() -> None:
+    listed = nodes(8, 8, fabric="infiniband")
+    result = plan(DEEPSEEK_V3, listed, context_length=65536, concurrency=512)
+    assert result["data_parallel_size"] == 16
+    assert any(text.startswith("next best: 2 engines of tensor 1 x data 8") for text in result["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "text"),
+    [
+        ("dense_8b", {}, "next best: 4 engines of tensor 2, with room for "),
+        ("dense_8b", {"concurrency": 62, "context_length": 131072}, "(fewer than the 62 asked)"),
+        ("dense_72b", {"objective": "latency"}, "next best: one engine of tensor 4"),
+        ("dense_72b", {"objective": "capacity"}, "(less room)"),
+    ],
+)
+def test_the_next_best_layout_is_named(model_config, name, request_, text) -> None:
+    reasons = plan(model_config(name), nodes(8), **request_)["reasons"]
+    (found,) = [reason for reason in reasons if reason.startswith("next best: ")]
+    assert text in found
+
+
+def test_no_next_best_where_the_sizes_are_pinned(model_config) -> None:
+    result = plan(model_config("dense_72b"), nodes(8), parallelism={"tensor": 4, "pipeline": 1})
+    assert not any("next best" in reason for reason in result["reasons"])
+
+
+def test_unequal_replicas_are_added_up_as_they_are(model_config) -> None:
+    config = model_config("dense_8b")
+    both = [{"name": "a", "gpus": [H200] * 2}, {"name": "b", "gpus": [H100] * 2}]
+    request_ = {"context_length": 32768, "args": {"max-num-seqs": 64, "max-num-batched-tokens": 4096}}
+    result = plan(config, both, **request_)
+    apart = [plan(config, [node], **request_) for node in both]
+    assert len(result["replicas"]) == 4
+    assert result["sequences"] == pytest.approx(sum(each["sequences"] for each in apart), abs=0.1)
+    assert f"room for {result['sequences']:.1f} sequences" in result["reasons"][0]
+    # The estimate is that of the one with the least room.
+    assert result["estimate"]["max_concurrency"] == apart[1]["estimate"]["max_concurrency"]
+    assert result["sequences"] > 1.3 * 4 * result["estimate"]["max_concurrency"]
+
+
+def test_too_many_replicas_are_told_how_many_fit(model_config) -> None:
+    mixed = [{"name": "a", "gpus": [H200] * 4}, {"name": "b", "gpus": [L4] * 4}]
+    with pytest.raises(PlannerError) as caught:
+        plan(model_config("dense_72b"), mixed, parallelism={"data": 3}, context_length=32768)
+    assert caught.value.key == "parallelism.data"
+    assert "only 2 engines of tensor 2 fit on these nodes" in caught.value.problem
+    assert len(plan(model_config("dense_72b"), mixed, parallelism={"data": 2}, context_length=32768)["replicas"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("dense_8b", {"concurrency": 100, "context_length": 131072}),
+        ("dense_72b", {"concurrency": 64, "context_length": 32768, "objective": "latency"}),
+        ("moe_128_experts", {"concurrency": 2000, "context_length": 32768}),
+    ],
+)
+def test_what_is_asked_and_not_held_is_told_with_what_would(model_config, name, request_) -> None:
+    """vLLM starts and lets the others wait, so it is a warning; each change that it names was checked."""
+    config = model_config(name)
+    result = plan(config, nodes(2), **request_)
+    (warning,) = [text for text in result["warnings"] if text.startswith("concurrency = ")]
+    assert f"only {result['sequences']:.1f} sequences fit; the others wait" in warning
+    assert result["sequences"] < request_["concurrency"]
+    length = int(warning.split("context_length: ")[1].split(";")[0].rstrip("."))
+    shorter = plan(config, nodes(2), **{**request_, "context_length": length})
+    assert not any(text.startswith("concurrency = ") for text in shorter["warnings"])
+    if "GPUs of this kind" in warning:
+        gpus = int(warning.split(" GPUs of this kind")[0].split()[-1])
+        more = plan(config, nodes(*[2] * -(-gpus // 2)), **request_)
+        assert not any(text.startswith("concurrency = ") for text in more["warnings"])
+
+
+def test_more_sequences_than_a_step_can_hold_wait(model_config) -> None:
+    result = plan(model_config("dense_8b"), nodes(1), concurrency=10**7, context_length=2048)
+    assert result["max_num_seqs"] == 512
+    assert result["estimate"]["fits"]
+    assert any("concurrency = 10000000" in text for text in result["warnings"])
+
+
 def test_auto_context_is_what_memory_allows(model_config) -> None:
     result = plan(model_config("dense_72b"), nodes(2, gpu=H100))
     assert 0 < result["max_model_len"] < 32768
     assert result["estimate"]["fits"]
     assert any("auto" in reason for reason in result["reasons"])
+
+
+def test_a_flag_that_shortens_the_context_is_named(model_config) -> None:
+    config, args = model_config("dense_72b"), {"max-num-batched-tokens": 16384}
+    result = plan(config, nodes(2, gpu=H100), args=args)
+    longest = plan(config, nodes(2, gpu=H100))["max_model_len"]
+    assert result["max_model_len"] < longest
+    (warning,) = [text for text in result["warnings"] if text.startswith("max-num-batched-tokens = 16384 shortens")]
+    assert warning.endswith(f"to {result['max_model_len']} tokens; without, {longest} fit")
+    harmless = plan(config, nodes(2, gpu=H100), args={"max-num-seqs": 64, "max-num-batched-tokens": 2048})
+    assert not any("shortens" in text for text in harmless["warnings"])
 
 
 def test_unknown_architecture_is_placed_with_a_warning(model_config) -> None:

@@ -220,6 +220,172 @@ def test_rule_of_other_flags(model_config, changes, flags, environment, rule, te
     assert violation.remedy
 
 
+FP8_EXPERTS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+DRAFT = {"method": "eagle", "model": "a/b", "num_speculative_tokens": 2, "enable_adaptive_verification": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layout", "rule", "text"),
+    [
+        ("dense_8b", {}, Layout(tensor=4, decode_context=3), 11, "tp_size=4 must be divisible by dcp_size=3."),
+        (
+            "dense_28_heads",
+            {"num_key_value_heads": 2, "num_attention_heads": 32},
+            Layout(tensor=8, decode_context=8),
+            11,
+            "exceeds the maximum supported value (4)",
+        ),
+        (
+            "dense_28_heads",
+            {"num_key_value_heads": 2, "num_attention_heads": 24, "hidden_size": 3072},
+            Layout(tensor=16, decode_context=8),
+            11,
+            "The model's number of query heads per KV head (12) must be divisible by",
+        ),
+        (
+            "moe_128_experts",
+            {**FP8_EXPERTS, "moe_intermediate_size": 768},
+            Layout(tensor=4),
+            15,
+            "The output_size of gate's and up's weight = 192 is not divisible by weight quantization block_n = 128.",
+        ),
+        (
+            "dense_8b",
+            {},
+            Layout(pipeline=2, adaptive=True),
+            21,
+            "Adaptive verification is not currently compatible with pipeline parallelism",
+        ),
+    ],
+)
+def test_rule_of_a_layout(model_config, name, changes, layout, rule, text) -> None:
+    model = parse_config({**model_config(name), **changes})
+    found = [item for item in check(model, layout) if item.rule == rule]
+    assert found, check(model, layout)
+    assert text in found[0].message
+    assert found[0].remedy
+
+
+def test_whole_experts_lift_the_rule_of_their_blocks(model_config) -> None:
+    model = parse_config({**model_config("moe_128_experts"), **FP8_EXPERTS, "moe_intermediate_size": 768})
+    assert not [item for item in check(model, Layout(tensor=4, expert=True)) if item.rule == 15]
+
+
+def test_experts_that_marlin_can_not_serve_are_told(model_config) -> None:
+    """Rule 13: no error, but slower kernels."""
+    config = {
+        **model_config("moe_128_experts"),
+        "hidden_size": 4160,
+        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32},
+    }
+    assert any("no multiple of 128" in text for text in remarks(parse_config(config), Layout()))
+    whole = parse_config({**config, "hidden_size": 4096})
+    assert not any("no multiple of 128" in text for text in remarks(whole, Layout()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"speculative_config": {"num_speculative_tokens": 2}}, "provided but without speculative model"),
+        (
+            {"speculative_config": {"method": "eagle", "model": "a/b"}},
+            "`num_speculative_tokens` was not provided",
+        ),
+        ({"speculative_config": DRAFT, "enable_lora": True}, "not currently compatible with LoRA"),
+    ],
+)
+def test_rule_of_drafts(model_config, flags, text) -> None:
+    model = parse_config(model_config("dense_8b"))
+    (violation,) = check_engine(model, parse_engine({"vllm_version": "0.33.0", **flags}))
+    assert violation.rule == 21
+    assert text in violation.message
+
+
+def test_gguf_needs_its_plugin(model_config) -> None:
+    model = parse_config(model_config("dense_8b"))
+    (violation,) = check_engine(model, parse_engine({"vllm_version": "0.33.0", "quantization": "gguf"}))
+    assert violation.rule == 22
+    assert "vllm-gguf-plugin" in violation.remedy
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags", "rule", "text", "remedy"),
+    [
+        ("dense_8b", {"vocab_size": 262144}, {"enable_lora": True}, 20, "vocab size must be <= 258048", "merged"),
+        ("dense_8b", {}, {"block_size": 24}, 24, "No valid attention backend found for cuda", "block-size to 32"),
+        ("dense_8b", {}, {"block_size": 1}, 24, "no multiple of 16", "block-size to 16"),
+        ("hybrid_mamba", {}, {"block_size": 40}, 24, "no multiple of 16", "block-size to 32"),
+        (
+            "dense_8b",
+            LATENT,
+            {"block_size": 32, "attention_backend": "FLASHMLA"},
+            24,
+            "Selected backend FLASHMLA is not valid for this configuration. Reason: ['block_size not supported']",
+            "block-size to 64",
+        ),
+        (
+            "dense_8b",
+            {**LATENT, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048, "n_routed_experts": None},
+            {"block_size": 32},
+            24,
+            "32 is no multiple of 64",
+            "block-size to 64",
+        ),
+        ("dense_8b", {}, {"max_num_seqs": 64, "max_num_batched_tokens": 32}, 25, "(32) must be greater", "64 or more"),
+        ("dense_8b", {}, {"cudagraph_capture_sizes": []}, 26, "at least one element", "leave it out"),
+        ("dense_8b", {}, {"cudagraph_capture_sizes": [1, 0]}, 26, "positive integers", "leave it out"),
+        (
+            "dense_8b",
+            {},
+            {"compilation_config": '{"cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 4}'},
+            26,
+            "should be consistent with the max value of cudagraph_capture_sizes(=2)",
+            "max-cudagraph-capture-size",
+        ),
+    ],
+)
+def test_rule_of_sizes(model_config, name, changes, flags, rule, text, remedy) -> None:
+    model = parse_config({**model_config(name), **changes})
+    (violation,) = check_engine(model, parse_engine({"vllm_version": "0.33.0", **flags}))
+    assert violation.rule == rule
+    assert text in violation.message
+    assert remedy in violation.remedy
+    assert violation.flag in flags
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags"),
+    [
+        ("dense_8b", {"vocab_size": 258048}, {"enable_lora": True}),
+        ("dense_8b", {"vocab_size": 262144}, {}),
+        ("dense_8b", {}, {"block_size": 48}),
+        ("dense_8b", LATENT, {"block_size": 16}),
+        ("dense_8b", LATENT, {"block_size": 64, "attention_backend": "FLASHMLA"}),
+        # FlexAttention took any size before 0.26.
+        ("dense_8b", {}, {"block_size": 24, "vllm_version": "0.19.1"}),
+        ("dense_8b", {}, {"max_num_seqs": 64, "max_num_batched_tokens": 64}),
+        # Sizes beyond a batch are dropped before the largest is looked at.
+        ("dense_8b", {}, {"cudagraph_capture_sizes": [1, 2, 10**6], "max_cudagraph_capture_size": 2}),
+        ("dense_8b", {}, {"cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 2}),
+        ("dense_8b", {}, {"cudagraph_capture_sizes": [], "enforce_eager": True}),
+    ],
+)
+def test_sizes_that_vllm_takes(model_config, name, changes, flags) -> None:
+    model = parse_config({**model_config(name), **changes})
+    assert check_engine(model, parse_engine({"vllm_version": "0.33.0", **flags})) == []
+
+
+def test_blocks_on_cpu(model_config) -> None:
+    model, latent = (parse_config({**model_config("dense_8b"), **changes}) for changes in ({}, LATENT))
+    engine = parse_engine({"vllm_version": "0.33.0", "block_size": 16})
+    (violation,) = check_engine(model, engine, cpu=True)
+    assert "No common block size for 16 (CPU_ATTN: [MultipleOf(32)])." in violation.message
+    assert check_engine(latent, engine, cpu=True) == []
+
+
 def test_methods_that_an_older_version_still_has(model_config) -> None:
     model = parse_config({**model_config("dense_8b"), "quantization_config": {"quant_method": "bitsandbytes"}})
     assert check_engine(model, parse_engine({"vllm_version": "0.26.0"})) == []
