@@ -204,8 +204,10 @@ ansible_facts:
             With O(health): C(gpus) (of each what nvidia-smi -q tells), C(nvlink), C(p2p), C(topology) (matrices of
             nvidia-smi), C(pci) (links, ACS of the bridges above and IOMMU of each GPU), C(iommu_groups), C(virtual),
             C(kernel_log), C(services), C(fabric_manager) (its version), C(device_nodes), C(remove_ipc), C(clock),
-            C(swap_used_mib), C(reboot_required), C(unattended_upgrades), C(toolchain), C(release),
-            C(file_system_types), C(link_downed).
+            C(swap_used_mib), C(reboot_required), C(boot) (C(kernel) and C(options) of the next boot; as C(modprobe) the
+            files that were changed after this one; as C(initramfs_older) the kernels whose image is older than the list
+            that keeps nouveau away), C(unmounted) (of fstab), C(gpu_users) (processes that have a GPU open, where
+            nvidia-smi fails), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types), C(link_downed).
           type: dict
         warnings:
           description: What could not be read.
@@ -938,7 +940,8 @@ def driver_facts(root):
             match = re.fullmatch(re.escape(name) + r"\.so\.(\d+\.[\d.]+)", target)
             if match:
                 libraries.setdefault(name, match.group(1))
-    loaded = [line.split()[0] for line in read(f"{root}/proc/modules", "").splitlines() if line]
+    # What is built into the kernel has no such file.
+    loaded = [path.split("/")[-2] for path in glob.glob(f"{root}/sys/module/*/initstate")]
     return {
         "loaded": version.group(1) if version else read(f"{root}/sys/module/nvidia/version"),
         "flavour": ("open" if "Open Kernel Module" in text else "proprietary") if text else None,
@@ -1140,11 +1143,11 @@ def process_owner(root, pid):
 
 
 def holders(root, minor):
-    """Processes that have the GPU's device node open."""
+    """Processes that have the GPU's device node open; minor is a regular expression."""
     found = []
     for path in glob.glob(f"{root}/proc/[0-9]*/fd/*"):
         try:
-            if os.readlink(path) != f"/dev/nvidia{minor}":
+            if not re.fullmatch(f"/dev/nvidia{minor}", os.readlink(path)):
                 continue
         except OSError:
             continue
@@ -1367,6 +1370,60 @@ def reboot_required(root):
     return None
 
 
+def boot_time(root):
+    """Wall clock at which process 1 began: of a container that is the container's start, not the machine's."""
+    ticks = int(read(f"{root}/proc/1/stat").rpartition(")")[2].split()[19])
+    uptime = float(read(f"{root}/proc/uptime").split()[0])
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def boot_loader(root):
+    """(kernel, options) of GRUB's first entry; nothing where another entry or another loader may be the one."""
+    text = read(f"{root}/boot/grub/grub.cfg", "")
+    line = re.search(r"(?m)^\s*linux\S*\s+\S*/vmlinuz-(\S+)(.*)$", text)
+    if not line or not re.search(r'(?m)^\s*set default="0"\s*$', text):
+        return None, None
+    return line.group(1), [word for word in line.group(2).split() if KERNEL_OPTIONS.match(word)]
+
+
+def boot_facts(root, kernels):
+    """What the next boot will use, and what was changed since this one for modules that may be loaded."""
+    # The time of the inode: dpkg gives a file the time at which its package was built.
+    changed = {
+        path[len(root) :]: os.stat(path).st_ctime
+        for path in sorted(glob.glob(f"{root}/etc/modprobe.d/*.conf"))
+        if os.path.exists(path)
+    }
+    words = {path: re.sub(r"(?m)^\s*#.*$", "", read(f"{root}{path}", "")) for path in changed}
+    nouveau = max([changed[path] for path in changed if "nouveau" in words[path]], default=0)
+    images = {kernel["release"]: f"{root}/boot/initrd.img-{kernel['release']}" for kernel in kernels}
+    since = boot_time(root)
+    kernel, options = boot_loader(root)
+    return {
+        "kernel": kernel,
+        "options": options,
+        "modprobe": [path for path in changed if changed[path] > since and re.search("nvidia|nouveau", words[path])],
+        "initramfs_older": [
+            release for release, image in images.items() if os.path.exists(image) and os.stat(image).st_mtime < nouveau
+        ],
+    }
+
+
+def unmounted(root):
+    """Lines of fstab for the boot that are not mounted."""
+    mounted = [point for _, point, _, _ in mounts(root)]
+    missing = []
+    for line in read(f"{root}/etc/fstab", "").splitlines():
+        fields = line.split()
+        if len(fields) < 4 or line.lstrip().startswith("#") or not fields[1].startswith("/"):
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code.group(1), 8)), fields[1])
+        lazy = {"noauto", "x-systemd.automount"} & set(fields[3].split(","))
+        if not lazy and (point.rstrip("/") or "/") not in mounted:
+            missing.append(point)
+    return missing
+
+
 def unattended_upgrades(root):
     texts = [
         re.sub(r"(?m)^\s*(//|#(?!clear)).*$", "", read(path, ""))
@@ -1557,6 +1614,10 @@ def gather(paths=(), nvidia_smi="nvidia-smi", timeout=20, *, root="", health=Fal
             "clock": (lambda: clock_facts(root, offset), {}),
             "swap_used_mib": (lambda: swap_used_mib(root), 0),
             "reboot_required": (lambda: reboot_required(root), None),
+            "boot": (lambda: boot_facts(root, facts["kernels"]), {}),
+            "unmounted": (lambda: unmounted(root), []),
+            # Where nvidia-smi cannot tell: after an update its library is newer than the module that runs.
+            "gpu_users": (lambda: holders(root, r"\d+") if nvidia["error"] else [], []),
             "unattended_upgrades": (lambda: unattended_upgrades(root), {}),
             "toolchain": (lambda: toolchain_facts(root, release), {}),
             "release": (lambda: release_facts(release) if release else None, None),

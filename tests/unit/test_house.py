@@ -53,8 +53,9 @@ def test_options_are_described_and_typed(role: Path) -> None:
 
 
 def test_names_carry_the_role(role: Path) -> None:
-    """Public names begin with the role's name, private ones with two underscores and the role's name."""
-    foreign = [name for name in load(role / "defaults/main.yml") if not name.startswith(f"{role.name}_")]
+    """Public names begin with the role's name (or are it), private ones with two underscores and the role's name."""
+    public = [name for name in load(role / "defaults/main.yml") if name != role.name]
+    foreign = [name for name in public if not name.startswith(f"{role.name}_")]
     private = [name for name in load(role / "vars/main.yml") if not name.startswith(f"__{role.name}_")]
     assert foreign == []
     assert private == []

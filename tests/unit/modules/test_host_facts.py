@@ -222,9 +222,9 @@ def put(root: Path, **files: str) -> str:
 def test_driver_in_the_kernel_and_on_disk(facts: ModuleType, tmp_path: Path) -> None:
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)\n"
     library = tmp_path / "usr/lib/x86_64-linux-gnu"
+    modules = {f"sys/module/{name}/initstate": "live\n" for name in ("nvidia", "nvidia_uvm", "kvm")}
     root = put(
-        tmp_path,
-        **{"proc/driver/nvidia/version": version, "proc/modules": "nvidia_uvm 1\nnvidia 1\nkvm 1\n"},
+        tmp_path, **{"proc/driver/nvidia/version": version, "sys/module/nouveau/parameters/modeset": "0\n"}, **modules
     )
     library.mkdir(parents=True)
     (library / "libcuda.so.570.195.03").write_text("")  # a leftover: the link decides
