@@ -122,6 +122,13 @@ def driver_cuda(node: Node) -> Verdict:
         return warned(f"CUDA {cuda}", "a CUDA whose minimum driver is known", "check NVIDIA's release notes")
     measured = f"driver {node.version}, runtime for CUDA {cuda}"
     if numbers(node.version)[0] < floor:
+        compat = [entry["name"] for entry in node.packages if entry["name"].startswith(f"cuda-compat-{major}-")]
+        if compat:  # where it does not belong, the check cuda_compat says so
+            return warned(
+                f"{measured}, {compat[0]}",
+                f"driver {floor} or newer",
+                "set VLLM_ENABLE_CUDA_COMPATIBILITY=1 in the instance's environment, or update the driver",
+            )
         return failed(
             measured,
             f"driver {floor} or newer",

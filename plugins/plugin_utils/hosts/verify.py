@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..nvidia.stack import stack
 from . import nics
 from .errors import HostError
 
@@ -56,7 +57,9 @@ def host_report(
         return {"problems": problems, "warnings": warnings}
     variant = (plan.get("runtime") or {}).get("variant")
     if variant != "cpu":
-        problems += gpu_problems(facts, node.get("gpus") or [], host)
+        driver = driver_report(facts, node, host)
+        problems += driver["problems"]
+        warnings += driver["warnings"]
         if not node.get("gpus") and facts.get("gpus") and instances_on(plan, host):
             warnings.append(f"{host} has {describe(facts['gpus'])}, and its variable gpus declares none")
     problems += network_problems(facts, node, host)
@@ -85,6 +88,28 @@ def alike(declared: Sequence[Mapping[str, Any]], real: Sequence[Mapping[str, Any
     return len(declared) == len(real) and all(
         one[0] == other[0] and abs(one[1] - other[1]) <= MEMORY_TOLERANCE_MIB for one, other in pairs
     )
+
+
+def driver_report(facts: Facts, node: Mapping[str, Any], host: str) -> dict[str, list[str]]:
+    """Whether the GPUs are those declared, and whether the driver that is asked for can be had."""
+    declared = node.get("gpus") or []
+    report: dict[str, list[str]] = {"problems": [], "warnings": []}
+    needed = False
+    if "ironrack_gpu" in (node.get("groups") or []):
+        answer = stack(facts, node.get("nvidia") or {})
+        needed = answer["needed"]
+        report["problems"] += [f"{host}: {problem['text']}" for problem in answer["problems"]]
+    on_bus = len((facts.get("nvidia") or {}).get("pci_devices") or [])
+    if needed and declared and not facts.get("gpus") and on_bus == len(declared):
+        # A new host, or one whose reboot is due: nothing of it is wrong that the host layer does not put right.
+        error = (facts.get("nvidia") or {}).get("error") or "there is no nvidia-smi"
+        report["warnings"].append(
+            f"{host}: no driver answers for the {on_bus} GPUs on its PCI bus ({error}); playbooks/host.yml installs it,"
+            f" and names and sizes of the GPUs are compared once it runs"
+        )
+        return report
+    report["problems"] += gpu_problems(facts, declared, host)
+    return report
 
 
 def gpu_problems(facts: Facts, declared: Sequence[Mapping[str, Any]], host: str) -> list[str]:

@@ -8,17 +8,19 @@ import ipaddress
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..nvidia import gpu_fabric
+from ..nvidia import request as nvidia
 from ..planner.errors import PlannerError
 from ..planner.growth import grow
 from ..planner.plan import natural_key, plan
 from ..planner.report import render_report
 from ..planner.serve_args import serve_args, versions
 from .contract import CONTRACT, SITE
-from .model_files import check_model, draft_place, model_path
+from .model_files import ConfigFile, check_model, draft_place, model_path
 from .validate import Problem, not_set, show
 
 # Variables of the role ray that the plan reads, with their defaults there: ports that Ray listens on.
@@ -280,7 +282,7 @@ class Builder:
     # Planning
 
     def plan_engines(self, engines: list[Engine], variant: str, version: str) -> list[Engine]:
-        shared = _shared_nodes(engines)
+        crowded = self._check_sharing(engines)
         taken: dict[str, dict[int, str]] = {}
         gpus = {
             host: self.declared_gpus(host, True)
@@ -292,25 +294,12 @@ class Builder:
         for engine in engines:
             if engine.config is None or not all(gpus.get(host) for host in engine.nodes):
                 continue
-            pins = engine.spec.get("parallelism") or {}
-            rivals = sorted({other for host in engine.nodes for other in shared.get(host, ()) if other != engine.name})
-            if rivals and not (pins.get("tensor") and pins.get("pipeline")):
-                self.problems.append(
-                    Problem(
-                        "",
-                        f"{engine.variable}.nodes",
-                        show(engine.spec["nodes"]),
-                        f"two instances on the same GPUs: {', '.join(rivals)} uses these nodes too, and an instance "
-                        "takes every GPU of its nodes unless its sizes are pinned",
-                        "give each instance nodes of its own, or pin parallelism.tensor and parallelism.pipeline of "
-                        "each so that they share",
-                    )
-                )
-                continue
+            # On a crowded node an engine is only held against its own pins, with every GPU to itself.
+            busy: Mapping[str, Mapping[int, str]] = {} if engine.name in crowded else taken
             nodes = []
             for host in engine.nodes:
                 free = [
-                    {**gpu, "index": index} for index, gpu in enumerate(gpus[host]) if index not in taken.get(host, {})
+                    {**gpu, "index": index} for index, gpu in enumerate(gpus[host]) if index not in busy.get(host, {})
                 ]
                 nodes.append({"name": host, "gpus": free, "inter_node": self._fabric(host)})
             engine.offered = nodes
@@ -318,7 +307,7 @@ class Builder:
                 "objective": engine.spec.get("objective"),
                 "context_length": engine.spec.get("context_length"),
                 "concurrency": engine.spec.get("concurrency"),
-                "parallelism": pins,
+                "parallelism": engine.spec.get("parallelism") or {},
                 "executor": engine.spec.get("executor"),
                 "disaggregation": engine.spec.get("disaggregation"),
                 "speculative": engine.spec.get("speculative"),
@@ -331,13 +320,40 @@ class Builder:
             try:
                 engine.plan = plan(engine.config, nodes, **engine.request)
             except PlannerError as error:
-                self.problems.append(self._planner_problem(engine, error, taken))
+                self.problems.append(self._planner_problem(engine, error, busy))
+                continue
+            if engine.name in crowded:
                 continue
             for host, indices in engine.gpus.items():
                 taken.setdefault(host, {}).update(dict.fromkeys(indices, engine.name))
             self.warnings += [f"{engine.name}: {text}" for text in engine.plan["warnings"]]
             planned.append(engine)
         return planned
+
+    def _check_sharing(self, engines: list[Engine]) -> set[str]:
+        """Instances that take every GPU of nodes which others use too: one problem for all that meet there."""
+        crowded: set[str] = set()
+        for group in _neighbours(engines):
+            greedy = [engine for engine in group if not _sizes_pinned(engine)]
+            if not greedy:
+                continue
+            crowded |= {engine.name for engine in greedy}
+            users = Counter(host for engine in group for host in engine.nodes)
+            hosts = sorted((host for host, number in users.items() if number > 1), key=natural_key)
+            self.problems.append(
+                Problem(
+                    "",
+                    f"{greedy[0].variable}.nodes",
+                    show(greedy[0].spec["nodes"]),
+                    f"{'two' if len(group) == 2 else len(group)} instances on the same GPUs: "
+                    f"{_listed([engine.name for engine in group])} use {_listed(hosts)}, and an instance takes every "
+                    f"GPU of its nodes unless its sizes are pinned (not pinned: "
+                    f"{_listed([engine.name for engine in greedy])})",
+                    "give each instance nodes of its own, or pin parallelism.tensor and parallelism.pipeline of each "
+                    "so that they share",
+                )
+            )
+        return crowded
 
     def _draft_config(self, engine: Engine) -> dict[str, Any] | None:
         """The config.json of the model that the drafter is, where it is one of its own."""
@@ -358,17 +374,33 @@ class Builder:
 
     def _planner_problem(self, engine: Engine, error: PlannerError, taken: Mapping[str, Mapping[int, str]]) -> Problem:
         """Point at the key that the message speaks of."""
-        value: Any = engine.spec
         key = error.key or "model"
+        if key in ("model.config", "draft_config"):
+            return self._config_problem(engine, error)
+        host, _, name = key.removeprefix("nodes.").rpartition(".")
+        if key.startswith("nodes.") and host in self.values:
+            return Problem(host, name, show(self.values[host].get(name)), error.problem, error.remedy or "correct it")
+        value: Any = engine.spec
         for part in key.split(".", 1):
             value = value.get(part) if isinstance(value, Mapping) else None
-        if key == "model.config" and not value:
-            # Left out, it was found by the repository's name or in the model's folder.
-            value = engine.spec["model"].get("repo") or engine.spec["model"].get("path")
-        busy = sorted({owner for host in engine.nodes for owner in taken.get(host, {}).values()})
+        busy = sorted({owner for host in engine.nodes for owner in taken.get(host, {}).values()}, key=natural_key)
         note = f" (other GPUs of these nodes are taken by {', '.join(busy)})" if busy else ""
         remedy = error.remedy or f"correct {engine.variable}.{key}"
         return Problem("", f"{engine.variable}.{key}", show(value, key), error.problem + note, remedy)
+
+    @staticmethod
+    def _config_problem(engine: Engine, error: PlannerError) -> Problem:
+        """A value in a config.json: name the file that holds it, or the variable where it stands in the inventory."""
+        own = error.key == "model.config"
+        config = engine.config if own else engine.request["draft_config"]
+        key = f"{engine.variable}.{'model.config' if own else 'speculative.model'}"
+        if not isinstance(config, ConfigFile):
+            return Problem("", key, "(its content)", error.problem, error.remedy or f"correct {key}")
+        problem = error.problem.removeprefix("config.json").lstrip(": ")
+        remedy = error.remedy or f"correct it in {config.file}"
+        if own:
+            return Problem("", key, config.file, problem, remedy)
+        return Problem("", key, show(engine.spec["speculative"].get("model")), f"{config.file}: {problem}", remedy)
 
     # Addresses
 
@@ -441,6 +473,22 @@ class Builder:
                             "give the instance another name",
                         )
                     )
+
+    # Driver
+
+    def driver_request(self, host: str, variant: str) -> dict[str, Any]:
+        """The host's variables that decide what of NVIDIA's software it gets, as far as they are set."""
+        values = self.values[host]
+        given = {name: values[name] for name in nvidia.DEFAULTS if values.get(name) is not None}
+        return given | {"python_env_variant": variant}
+
+    def check_driver(self, engines: list[Engine], variant: str) -> None:
+        """What can be told of these variables before the hosts are looked at."""
+        for host in dict.fromkeys(host for engine in engines for host in engine.used) if variant != "cpu" else ():
+            faults = nvidia.check(self.driver_request(host, variant))[1]
+            for fault in faults + gpu_fabric.check_variables(self.values[host]):
+                shown = show(fault.value, fault.variable)
+                self.problems.append(Problem(host, fault.variable, shown, fault.message, fault.remedy))
 
     # Ports
 
@@ -568,6 +616,7 @@ class Builder:
         variant = str(self.common("python_env_variant", nodes or everybody))
         version = str(self.common("python_env_vllm_version", nodes or everybody))
         self.common("ironrack_mirror", everybody)
+        self.common("host_reboot_serial", everybody)
         planned = self.plan_engines(engines, variant, version) if self._version_known(version) else []
         head, workers = self.ray(planned)
         reasons = {}
@@ -579,6 +628,7 @@ class Builder:
             reasons.setdefault(str(host), "the node is part of the Ray cluster")
         addresses = self.addresses(reasons, nodes)
         self.check_names(planned)
+        self.check_driver(planned, variant)
         ray_nodes = [head, *workers] if head else []
         self.check_ports(planned, ray_nodes)
         if self.problems:
@@ -638,6 +688,8 @@ class Builder:
                 groups.append("ironrack_ray_head" if host == head else "ironrack_ray_workers")
             if host in running:
                 groups.append("ironrack_engines")
+                if variant != "cpu":
+                    groups.append("ironrack_gpu")
             if host in api:
                 groups.append("ironrack_api")
             if len(groups) > 1:
@@ -646,6 +698,7 @@ class Builder:
                 "address": addresses[host],
                 "interface": self.values[host].get("cluster_interface"),
                 "gpus": self.declared_gpus(host, False) if self.values[host].get("gpus") else self.facts_gpus(host),
+                "nvidia": self.driver_request(host, variant),
                 "groups": groups,
             }
         result: dict[str, Any] = {
@@ -859,9 +912,26 @@ def _plan_args(args: Mapping[str, Any], variant: str) -> dict[str, Any]:
     return {key: value for key, value in args.items() if key.replace("_", "-").lstrip("-") != "gpu-memory-utilization"}
 
 
-def _shared_nodes(engines: list[Engine]) -> dict[str, set[str]]:
-    users: dict[str, set[str]] = {}
+def _sizes_pinned(engine: Engine) -> bool:
+    pins = engine.spec.get("parallelism") or {}
+    return bool(pins.get("tensor") and pins.get("pipeline"))
+
+
+def _neighbours(engines: Iterable[Engine]) -> list[list[Engine]]:
+    """Instances that share nodes, directly or through others, in their order; those that share none are left out."""
+    groups: list[tuple[set[str], list[Engine]]] = []
     for engine in engines:
-        for host in engine.nodes:
-            users.setdefault(host, set()).add(engine.name)
-    return {host: names for host, names in users.items() if len(names) > 1}
+        hosts, members, apart = set(engine.nodes), [], []
+        for group in groups:
+            if hosts.isdisjoint(group[0]):
+                apart.append(group)
+            else:
+                hosts |= group[0]
+                members += group[1]
+        groups = [*apart, (hosts, [*members, engine])]
+    return [sorted(members, key=lambda each: natural_key(each.name)) for _, members in groups if len(members) > 1]
+
+
+def _listed(names: Sequence[str], limit: int = 16) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

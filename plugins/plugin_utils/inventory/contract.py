@@ -172,6 +172,13 @@ CONTRACT: dict[str, Spec] = {
         ),
         "any_of": [{"type": "dict", "options": _GPU}, {"type": "list", "elements": "dict", "options": _GPU}],
     },
+    "host_reboot_serial": {
+        "type": "int",
+        "scope": "cluster",
+        "minimum": 1,
+        "default": 1,
+        "description": "How many nodes C(playbooks/host.yml) reboots at a time. One that does not come back stops it.",
+    },
     "ironrack_mirror": {
         "type": "str",
         "scope": "cluster",

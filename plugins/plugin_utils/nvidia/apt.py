@@ -31,18 +31,31 @@ UNATTENDED = (
 )
 # What another branch or source leaves behind; the packages that are wanted are taken out of it.
 FOREIGN = (*matrix.COUPLED, "nvidia-driver-pinning*", "nvidia-settings*", "xserver-xorg-video-nvidia*")
+PREFIXES = ("libnvidia-", "nvidia-")
+# Of the distribution, for every driver: what PREFIXES would keep out with the rest.
+SUPPORT = ("nvidia-installer-cleanup", "nvidia-support", "nvidia-legacy-check", "nvidia-prime")
 NOUVEAU_PACKAGES = ("xserver-xorg-video-nouveau",)
+
+
+def pinned(branch: int) -> str:
+    """The coupled packages for a record of apt preferences, in as few patterns as will do.
+
+    apt tries each pattern on every package it knows, each time that it starts: all of COUPLED cost it 1.5 s a record.
+    Names are looked up, which costs nothing.
+    """
+    exact = [pattern.rstrip("*") for pattern in matrix.COUPLED if not pattern.startswith(PREFIXES)]
+    return " ".join([*(f"{prefix}*" for prefix in PREFIXES), *exact, *(f"{name}-{branch}" for name in exact)])
 
 
 def pins(chosen: Chosen, version_pin: str | None) -> list[dict[str, Any]]:
     """Records for apt preferences, in this order: the first that fits a version decides."""
-    coupled = " ".join(matrix.COUPLED)
+    coupled = pinned(chosen.branch)
     archive = "Debian" if chosen.distribution.family == "debian" else "Ubuntu"
     if chosen.source == "distribution":
         return [{"package": coupled, "pin": "release o=NVIDIA", "priority": BLOCKED}]
     records: list[dict[str, Any]] = [
         # NVIDIA's packages stand on these of the distribution.
-        {"package": " ".join(matrix.NOT_COUPLED), "pin": f"release o={archive}", "priority": 500},
+        {"package": " ".join([*matrix.NOT_COUPLED, *SUPPORT]), "pin": f"release o={archive}", "priority": 500},
         # The same names in the distribution's archive: mixed, they are a version mismatch.
         {"package": coupled, "pin": f"release o={archive}", "priority": BLOCKED},
     ]
@@ -62,12 +75,17 @@ def foreign(name: str, wanted: Sequence[str], chosen: Chosen) -> bool:
     if name.startswith("nvidia-driver-pinning"):
         return True
     numbers = [int(text) for text in re.findall(r"(?<![\d.])(\d{3})(?![\d])", name)]
-    if numbers and chosen.branch not in numbers:
+    if (numbers and chosen.branch not in numbers) or _plain(name) in map(_plain, wanted):
         return True
     server = "-server" in name
     if chosen.distribution.family == "ubuntu" and numbers and server != (chosen.source == "distribution"):
         return "fabricmanager" not in name and "nscq" not in name and "imex" not in name
     return _other_module(name, wanted)
+
+
+def _plain(name: str) -> str:
+    """nvidia-fabricmanager-570 -> nvidia-fabricmanager, the name that later branches have: both own the same files."""
+    return re.sub(r"-\d{3}(?=-|$)", "", name)
 
 
 def stale(package: Mapping[str, Any], branch: int) -> bool:
@@ -91,7 +109,7 @@ def repositories(chosen: Chosen, notes: Notes) -> list[dict[str, Any]]:
         return _archive(values, distribution, deb)
     if chosen.source == "local":
         return _local(values, deb, notes)
-    base = f"{str(values['nvidia_driver_mirror']).rstrip('/')}/{distribution.repository}/{folder}/"
+    base = f"{_uri(str(values['nvidia_driver_mirror']))}/{distribution.repository}/{folder}/"
     result = [
         {
             "name": "nvidia-cuda",
@@ -113,16 +131,28 @@ def repositories(chosen: Chosen, notes: Notes) -> list[dict[str, Any]]:
     return result
 
 
+def _uri(place: str) -> str:
+    """A folder of the node as apt names it."""
+    return (f"file:{place}" if place.startswith("/") else place).rstrip("/")
+
+
+def nvidias_own_sources(chosen: Chosen) -> list[str]:
+    """Sources of the package cuda-keyring: apt refuses one repository under two keys' names."""
+    folder, _ = ARCHITECTURES[str(mapping(chosen.facts, "kernel").get("architecture") or "x86_64")]
+    name = f"cuda-{chosen.distribution.repository}-{folder}"
+    return [f"/etc/apt/sources.list.d/{name}.{ending}" for ending in ("list", "sources")]
+
+
 def _archive(values: Mapping[str, Any], distribution: matrix.Distribution, deb: str) -> list[dict[str, Any]]:
     code = distribution.codename
     if distribution.family == "debian":
-        mirror = str(values["nvidia_driver_distribution_mirror"] or "https://deb.debian.org/debian").rstrip("/")
+        mirror = _uri(str(values["nvidia_driver_distribution_mirror"] or "https://deb.debian.org/debian"))
         components = ["contrib", "non-free", "non-free-firmware"]
         places = [("debian-nvidia", mirror, [code, f"{code}-updates"])]
         places.append(("debian-nvidia-security", f"{mirror}-security", [f"{code}-security"]))
     else:
         home = "http://archive.ubuntu.com/ubuntu" if deb == "amd64" else "http://ports.ubuntu.com/ubuntu-ports"
-        mirror = str(values["nvidia_driver_distribution_mirror"] or home).rstrip("/")
+        mirror = _uri(str(values["nvidia_driver_distribution_mirror"] or home))
         components = ["restricted", "multiverse"]
         places = [("ubuntu-nvidia", mirror, [code, f"{code}-updates", f"{code}-security"])]
     return [
@@ -167,7 +197,7 @@ def _local(values: Mapping[str, Any], deb: str, notes: Notes) -> list[dict[str, 
     return [
         {
             "name": "nvidia-local",
-            "uris": [f"file:{place}" if place.startswith("/") else place],
+            "uris": [_uri(place)],
             "suites": ["./"],
             "components": [],
             "flat": True,

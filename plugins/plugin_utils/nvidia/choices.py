@@ -46,13 +46,18 @@ def choose_branch(
     of_version = branch_of(version)
     archive = distribution.archive_branch
     if source == "distribution":
-        if archive is None or version != "auto" or given not in ("auto", str(archive)):
-            variable = "nvidia_driver_branch" if version == "auto" else "nvidia_driver_version"
+        wrong = None
+        if archive is None or given not in ("auto", str(archive)):
+            wrong = "nvidia_driver_branch"
+        elif of_version not in (None, archive):
+            wrong = "nvidia_driver_version"
+        if archive is None or wrong:
+            variable = wrong or "nvidia_driver_source"
             notes.refuse(
                 variable,
                 values[variable],
                 f"nvidia_driver_source is distribution, and {distribution.id} {distribution.version} has"
-                f" {'no packages' if archive is None else f'branch {archive} alone, in one version'}",
+                f" {'no packages' if archive is None else f'branch {archive} alone'}",
                 f"set {variable} to auto, or nvidia_driver_source to nvidia or local",
             )
             return None
@@ -255,7 +260,7 @@ def choose_flavour(
 
 
 def choose_version(values: Mapping[str, Any], branch: int) -> str | None:
-    """The exact version, where it is known beforehand. Archives and folders hold one version: theirs."""
+    """The exact version, where it is known beforehand. Archives and folders usually hold one version: theirs."""
     given = str(values["nvidia_driver_version"])
     if given != "auto":
         return given
@@ -270,7 +275,7 @@ def choose_names(
         if row.family == distribution.family and row.origin == origin and row.first <= branch <= row.last:
             if not row.verified:
                 notes.reasons.append(
-                    f"names of the packages of branch {branch} for {distribution.id} are second hand ({row.source});"
+                    f"names of the packages of branch {branch} for {distribution.id} are second hand;"
                     f" nvidia_driver_packages replaces those of the driver"
                 )
             return row

@@ -35,6 +35,13 @@ def kernels(facts: Mapping[str, Any], notes: Notes) -> list[str]:
     return list(dict.fromkeys(releases))
 
 
+def headers(facts: Mapping[str, Any], releases: Sequence[str], installed: Mapping[str, str]) -> list[str]:
+    """Packages with the headers of every kernel, but for kernels made by hand, whose headers are no package."""
+    own = {str(entry.get("release")) for entry in dicts(facts, "kernels") if entry.get("headers")}
+    names = {release: f"linux-headers-{release}" for release in releases}
+    return [name for release, name in names.items() if release not in own or name in installed]
+
+
 def kernel_metas(distribution: matrix.Distribution, releases: Sequence[str]) -> list[str]:
     """The meta-packages that pull a new kernel in: held, a kernel comes when the driver for it does."""
     flavours = list(dict.fromkeys(_kernel_flavour(release) for release in releases))
@@ -207,5 +214,8 @@ def modules(chosen: Chosen, mode: str) -> dict[str, Any]:
     if chosen.flavour == "open" and not matrix.BRANCHES[chosen.branch].open_default and not chosen.hardware.datacenter:
         # Before branch 560 the open module drove workstation and consumer GPUs on request only.
         options["nvidia"] = "NVreg_OpenRmEnableUnsupportedGpus=1"
+    asked = str(chosen.values["gpu_fabric_imex"])
+    if asked == "present" or (asked == "auto" and chosen.hardware.rack_scale):
+        options["nvidia"] = f"{options.get('nvidia', '')} NVreg_CreateImexChannel0=1".strip()
     load = ["nvidia", "nvidia_uvm", *(["nvidia_peermem"] if mode == "peermem" else [])]
     return {"load": load, "blacklist": list(NOUVEAU), "options": options}

@@ -34,7 +34,7 @@ class Problem:
 MIRROR = "https://developer.download.nvidia.com/compute/cuda/repos"
 CHOICES: dict[str, tuple[Any, ...]] = {
     "python_env_variant": (*CUDA, "cpu"),
-    "nvidia_driver_source": ("nvidia", "distribution", "local"),
+    "nvidia_driver_source": ("nvidia", "distribution", "local", "none"),
     "nvidia_driver_flavour": ("auto", "open", "proprietary"),
     "gpu_fabric_manager": ("auto", "present", "absent"),
     "gpu_fabric_imex": ("auto", "present", "absent"),
@@ -58,10 +58,13 @@ DEFAULTS: dict[str, Any] = {
     "nvidia_driver_key_url": "",
     "nvidia_driver_key_sha256": "",
     "nvidia_driver_key_fingerprint": "",
+    "nvidia_driver_mok_key": "",
+    "nvidia_driver_mok_cert": "",
     "cuda_version": "auto",
     "cuda_compat": False,
     "gpu_fabric_manager": "auto",
     "gpu_fabric_imex": "auto",
+    "gpu_fabric_imex_domain": "",
     "gpu_fabric_gdr": "auto",
     "gpu_fabric_dcgm": True,
 }
@@ -87,7 +90,30 @@ def check(request: Any) -> tuple[dict[str, Any], list[Problem]]:
             problems.append(Problem(name, value, *fault))
         else:
             values[name] = value
+    problems += _contradictions(values)
     return values, problems
+
+
+def _contradictions(values: Mapping[str, Any]) -> list[Problem]:
+    """What is right by itself and wrong beside another variable."""
+    problems = []
+    key, certificate = "nvidia_driver_mok_key", "nvidia_driver_mok_cert"
+    for name, other in ((key, certificate), (certificate, key)):
+        if values[name] and not values[other]:
+            problems.append(
+                Problem(other, values[other], f"{name} is set, and DKMS signs with both or neither", f"set {other} too")
+            )
+    url = values["nvidia_driver_key_url"]
+    if url and not values["nvidia_driver_key_sha256"] and not values["nvidia_driver_key_fingerprint"]:
+        problems.append(
+            Problem(
+                "nvidia_driver_key_fingerprint",
+                "",
+                f"the key at {url} would be trusted unseen",
+                "give its fingerprint (gpg --show-keys), or nvidia_driver_key_sha256",
+            )
+        )
+    return problems
 
 
 def _fault(name: str, value: Any) -> tuple[str, str] | None:
@@ -124,6 +150,8 @@ def _fault(name: str, value: Any) -> tuple[str, str] | None:
         needed = name == "nvidia_driver_mirror"
         if (text or needed) and not URL.fullmatch(text):
             return "neither a URL nor an absolute path", "write https://…, file:///… or /…"
+    if name in ("nvidia_driver_mok_key", "nvidia_driver_mok_cert") and text and not re.fullmatch(r"/[\w./@+-]+", text):
+        return "not an absolute path", "give the path of a file on the node, such as /etc/dkms/mok.key"
     if name == "nvidia_driver_key_sha256" and text and not re.fullmatch(r"[0-9a-f]{64}", text):
         return "not a SHA-256", "give 64 lower case hexadecimal digits (sha256sum of the key file)"
     if name == "nvidia_driver_key_fingerprint" and text and not re.fullmatch(r"[0-9A-F]{40}", text):

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import apt, choices, matrix, parts
+from . import apt, choices, files, matrix, parts, state, transactions
 from .errors import StackError
 from .gpus import identify
 from .notes import Chosen, Notes, dicts, mapping
 from .request import check
-from .versions import branch_of, driver_key, upstream
 
 
 def empty() -> dict[str, Any]:
@@ -42,6 +41,11 @@ def empty() -> dict[str, Any]:
         "remove": [],
         "stale": [],
         "remove_patterns": [],
+        "keyrings": [],
+        "files": [],
+        "transaction": {"install": [], "remove": [], "may_remove": [], "hold": []},
+        "cuda_transaction": {"install": [], "remove": [], "may_remove": [], "hold": []},
+        "unbuilt": [],
         "reasons": [],
         "warnings": [],
         "problems": [],
@@ -58,6 +62,16 @@ def stack(facts: Any, request: Any) -> dict[str, Any]:
     if values["python_env_variant"] == "cpu":
         notes.reasons.append("python_env_variant is cpu: no driver is needed")
         return _finish(answer, notes)
+    if values["nvidia_driver_source"] == "none":
+        notes.reasons.append("nvidia_driver_source is none: driver and CUDA are left as they are")
+        return _finish(answer, notes)
+    if mapping(facts, "nvidia_driver").get("runfile"):
+        notes.refuse(
+            "ironrack_host.nvidia_driver.runfile",
+            True,
+            "NVIDIA's own installer put a driver on this host, and packages beside it end in a version mismatch",
+            "drain the node and run nvidia-uninstall, or set nvidia_driver_source to none and look after it yourself",
+        )
     hardware = identify(facts, values["gpus"])
     if hardware.origin == "nothing":
         notes.warnings.append(
@@ -115,7 +129,8 @@ def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes:
     wanted = [*driver, *fabric, *cuda, *tools]
     installed = {str(entry.get("name")): str(entry.get("state") or "ii") for entry in dicts(chosen.facts, "packages")}
     metas = [name for name in parts.kernel_metas(chosen.distribution, releases) if not installed or name in installed]
-    pin = None if chosen.source == "distribution" else f"{version}-*" if version else f"{branch}.*"
+    pin = f"{version}-*" if version else None if chosen.source == "distribution" else f"{branch}.*"
+    dkms = None if parts.precompiled(chosen) else chosen.names.dkms[0 if chosen.flavour == "open" else 1]
     if fabric and version is None and pin:
         notes.warnings.append(
             f"the version is not known beforehand (nvidia_driver_version is auto, branch {branch}): set it, so that"
@@ -142,7 +157,7 @@ def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes:
             "driver": driver,
             "fabric": fabric,
             "cuda": cuda,
-            "headers": [f"linux-headers-{release}" for release in releases],
+            "headers": parts.headers(chosen.facts, releases, installed),
             "tools": tools,
         },
         hold=list(dict.fromkeys([*wanted, *metas])),
@@ -152,7 +167,7 @@ def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes:
         repositories=apt.repositories(chosen, notes),
         services=[parts.service("persistence"), *fabric_services, *tool_services],
         modules=parts.modules(chosen, mode),
-        dkms=None if parts.precompiled(chosen) else chosen.names.dkms[0 if chosen.flavour == "open" else 1],
+        dkms=dkms,
         gdr=mode,
         # Not those of which only the files in /etc are left (rc): they harm nothing.
         remove=[
@@ -168,21 +183,21 @@ def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes:
         ],
         remove_patterns=[*apt.FOREIGN, *apt.NOUVEAU_PACKAGES],
     )
-    _compare_with_loaded(chosen.facts, branch, version, notes)
-
-
-def _compare_with_loaded(facts: Mapping[str, Any], branch: int, version: str | None, notes: Notes) -> None:
-    """What is there already changes no choice, but an operator wants to know beforehand."""
-    loaded = mapping(facts, "nvidia_driver").get("loaded") or mapping(facts, "nvidia").get("driver_version")
-    if not isinstance(loaded, str) or driver_key(upstream(loaded)) is None:
-        return
-    loaded = upstream(loaded)
-    old, new = driver_key(loaded), driver_key(version or f"{branch}.00")
-    same = loaded == version if version else branch_of(loaded) == branch
-    if old is None or new is None or same:
-        return
-    notes.warnings.append(
-        f"driver {loaded} is loaded, {version or f'branch {branch}'} is wanted:"
-        f" {'a downgrade' if old > new else 'an upgrade'} that takes a drain and a reboot"
-        " (set nvidia_driver_version to keep the loaded one)"
-    )
+    answer["keyrings"] = [
+        {
+            "path": row["signed_by"],
+            "url": row["key_url"],
+            "sha256": row["key_sha256"],
+            "fingerprint": row["key_fingerprint"],
+            "variable": "nvidia_driver_key_url" if chosen.values["nvidia_driver_key_url"] else "nvidia_driver_mirror",
+        }
+        for row in answer["repositories"]
+        if row["key_url"]
+    ]
+    answer["files"] = files.render_files(answer, chosen.values, apt.nvidias_own_sources(chosen))
+    answer["transaction"] = transactions.driver_transaction(answer, metas)
+    answer["cuda_transaction"] = transactions.cuda_transaction(answer)
+    answer["unbuilt"] = state.unbuilt(chosen.facts, dkms, version)
+    notes.warnings += state.compare_with_loaded(chosen.facts, branch, version)
+    told = state.secure_boot_warning(chosen, dkms)
+    notes.warnings += [told] if told else []

@@ -297,7 +297,13 @@ FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
     ("gpu_count", "fail", {"gpus": [H200 | {"index": 0}]}, "1 × NVIDIA H200"),
     ("driver_versions", "fail", {"packages": [package("libnvidia-compute-580", "580.172.08-1")]}, "580.172.08"),
     ("known_driver", "warn", {"nvidia_driver__loaded": "570.133.20", "health__gpus__0__name": B200}, "66 days"),
-    ("driver_cuda", "fail", {"nvidia_driver__loaded": "570.195.03"}, "driver 570.195.03, runtime for CUDA 13.0"),
+    (
+        "driver_cuda",
+        "fail",
+        {"nvidia_driver__loaded": "570.195.03", "packages": []},
+        "driver 570.195.03, runtime for CUDA 13.0",
+    ),
+    ("driver_cuda", "warn", {"nvidia_driver__loaded": "570.195.03"}, "cuda-compat-13-0"),
     ("cuda_agree", "fail", {"health__release": {"torch_cuda": "12.9", "extension_cuda": [13]}}, "CUDA 12.9"),
     ("cuda_compat", "fail", {"health__gpus__0__name": "NVIDIA GeForce RTX 4090"}, "cuda-compat-13-0 beside"),
     ("fabric_manager", "fail", {"health__fabric_manager": "580.172.08"}, "580.172.08"),
@@ -458,7 +464,7 @@ def test_fabric_manager_belongs_to_the_host_below_a_virtual_machine() -> None:
 
 def test_drivers_below_cuda_13_may_serve_cuda_12() -> None:
     plan = copy.deepcopy(PLAN) | {"runtime": {"variant": "cu129"}}
-    facts = host(nvidia_driver__loaded="550.163.01")
+    facts = host(nvidia_driver__loaded="550.163.01", packages=[])
     assert verdict(report(facts, plan), "driver_cuda")["status"] == "pass"
     assert verdict(report(facts), "driver_cuda")["status"] == "fail"
     # the newest digits count as numbers

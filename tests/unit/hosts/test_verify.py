@@ -86,6 +86,45 @@ def test_no_gpus_at_all_tells_the_reason() -> None:
         assert word in problem
 
 
+def gpu_plan(**variables: Any) -> dict[str, Any]:
+    """The driver of n2 is this project's to install."""
+    plan = copy.deepcopy(PLAN)
+    plan["nodes"]["n2"] |= {"groups": ["ironrack_gpu"], "nvidia": {"python_env_variant": "cu130"} | variables}
+    return plan
+
+
+BARE: dict[str, Any] = {
+    "gpus": [],
+    "nvidia": {"pci_devices": ["0000:06:00.0", "0000:07:00.0"], "error": "nvidia-smi is not installed"},
+    "distribution": {"id": "debian", "version": "12"},
+    "kernel": {"release": "6.1.0-40-amd64", "architecture": "x86_64"},
+    "nvidia_functions": [{"address": f"0000:0{n}:00.0", "device": "0x2335", "class": "0x030200"} for n in (6, 7)],
+}
+
+
+def test_a_host_without_a_driver_is_one_to_install_it_on() -> None:
+    report = host_report(facts(**BARE), gpu_plan(), "n2", {})
+    assert report["problems"] == []
+    assert "nvidia-smi is not installed" in report["warnings"][0]
+    assert "playbooks/host.yml" in report["warnings"][0]
+
+
+def test_gpus_missing_on_the_bus_are_refused_before_the_driver_is_there() -> None:
+    one = BARE | {"nvidia": {"pci_devices": ["0000:06:00.0"], "error": "nvidia-smi is not installed"}}
+    (problem,) = problems(one, gpu_plan())
+    assert "1 NVIDIA GPUs on its PCI bus" in problem
+
+
+def test_a_driver_of_somebody_else_must_be_there_already() -> None:
+    (problem,) = problems(BARE, gpu_plan(nvidia_driver_source="none"))
+    assert "shows no GPU" in problem
+
+
+def test_what_cannot_be_installed_is_told_before_anything_is() -> None:
+    found = problems(BARE, gpu_plan(nvidia_driver_source="distribution"))
+    assert any(text.startswith("n2: nvidia_driver_source is 'distribution'") and "cu129" in text for text in found)
+
+
 def test_mig_is_refused() -> None:
     (problem,) = problems({"gpus": [H200 | {"index": 0, "mig": True}, H200 | {"index": 1}]})
     assert "MIG is enabled on GPU 0 of n2" in problem

@@ -85,6 +85,7 @@ def test_ray_over_two_nodes() -> None:
         "address": "10.77.1.11",
         "interface": "eth0",
         "gpus": [],
+        "nvidia": {"python_env_variant": "cpu"},
         "groups": ["ironrack_nodes", "ironrack_ray_head", "ironrack_runtime"],
     }
     worker = ["ironrack_nodes", "ironrack_ray_workers", "ironrack_engines"]
@@ -129,6 +130,52 @@ def test_mp_over_two_nodes() -> None:
     assert "--port" not in second["args"]
     # n1 has nothing to do, so it is no node of the cluster.
     assert "n1" not in plan["nodes"]
+
+
+def gpu_box(**variables: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "box": {
+            "gpus": {"count": 2, "name": "NVIDIA H200", "memory_total_mib": 143771},
+            "vllm_instances": {
+                "m": {"model": {"path": "/m", "config": str(FIXTURES / "dense_8b.json")}, "nodes": "box"}
+            },
+            **variables,
+        }
+    }
+
+
+def test_nodes_that_get_a_driver() -> None:
+    """Those that run engines on GPUs, each with the variables that decide its driver."""
+    plan, problems = run(gpu_box(), {})
+    assert problems == []
+    assert "ironrack_gpu" in plan["nodes"]["box"]["groups"]
+    assert plan["nodes"]["box"]["nvidia"] == {
+        "python_env_variant": "cu130",
+        "gpus": {"count": 2, "name": "NVIDIA H200", "memory_total_mib": 143771},
+    }
+    plan, _ = run(lab())
+    assert not any("ironrack_gpu" in node["groups"] for node in plan["nodes"].values())
+
+
+def test_variables_of_the_driver_are_checked_before_any_host_is_contacted() -> None:
+    names = ("nvidia_driver_branch", "cuda_version", "nvidia_driver_mirror", "gpu_fabric_policy")
+    roles = {name: {"type": "raw"} for name in names}
+    wrong = {"nvidia_driver_branch": "581", "cuda_version": 13.0, "gpu_fabric_policy": {"power_limit_watts": "many"}}
+    hosts = gpu_box(**wrong, nvidia_driver_mirror="https://mirror/cuda")
+    checked = validate(hosts, {"fabric_type": {"type": "str"}, **roles})
+
+    def load(variable: str, model: Any) -> Any:
+        return find_config(variable, model, FIXTURES.parent)
+
+    plan, problems = build(checked.values, {}, load)
+    assert plan == {}
+    assert [(item.host, item.variable, item.value) for item in problems] == [
+        ("box", "nvidia_driver_branch", "581"),
+        ("box", "cuda_version", "13.0"),
+        ("box", "gpu_fabric_policy.power_limit_watts", "many"),
+    ]
+    assert "580" in problems[0].remedy
+    assert "quotes" in problems[1].remedy
 
 
 def test_one_node_needs_no_address() -> None:
@@ -343,7 +390,13 @@ Z = "vllm_instances.zwei"
         (lab(args={"max-modl-len": 1}), None, f"{T}.args.max-modl-len", "1", ["Did you mean 'max-model-len'"]),
         (lab(args={"tensor_parallel_size": 1}), None, f"{T}.args.tensor_parallel_size", "1", ["parallelism.tensor"]),
         (without(lab(), "n2", "gpus"), None, "gpus", "(not set)", ["n2", "nvidia-smi", "count"]),
-        (two(lab(parallelism=None)), None, f"{Z}.nodes", "vllm_nodes", ["two instances on the same GPUs", "tiny"]),
+        (
+            two(lab(parallelism=None)),
+            None,
+            f"{T}.nodes",
+            "vllm_nodes",
+            ["two instances on the same GPUs", "tiny, zwei"],
+        ),
         (two(lab()), None, f"{Z}.nodes", "vllm_nodes", ["taken by tiny"]),
         (
             two(set_on(lab(nodes=["n2"], parallelism=HALF, executor="mp"), "n2", gpus=FOUR)),
@@ -416,6 +469,108 @@ def test_bad_config_files(tmp_path: Path, content: str) -> None:
     (problem,) = problems
     assert problem.variable.startswith("vllm_instances.tiny.model")
     assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"hidden_size": -1}, ["hidden_size = -1"]),
+        ({"num_attention_heads": None}, ["has no attention heads"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, ["factor = 'x'"]),
+    ],
+)
+@pytest.mark.parametrize("place", ["config", "beside", "folder"])
+def test_a_wrong_value_names_instance_file_and_key(
+    tmp_path: Path, content: dict[str, Any], words: list[str], place: str
+) -> None:
+    """However the file was found: named by the user, beside the inventory, or in the model's folder."""
+    file = tmp_path / {"config": "mine.json", "beside": "model_configs/a__b.json", "folder": "m/config.json"}[place]
+    file.parent.mkdir(exist_ok=True)
+    tiny = json.loads((FIXTURES / "dense_tiny.json").read_text("utf-8"))
+    file.write_text(json.dumps({**tiny, **content}), "utf-8")
+    model = {
+        "config": {"path": "/x", "config": "mine.json"},
+        "beside": {"repo": "a/b", "path": "/x"},
+        "folder": {"path": str(file.parent)},
+    }[place]
+    checked = validate(lab(model=model), {name: {"type": "int"} for name in RAY_PORTS})
+    _, problems = build(checked.values, GROUPS, lambda variable, each: find_config(variable, each, tmp_path))
+    text = render(problems)
+    for word in ["1 problem", f"{T}.model.config = {file}", *words]:
+        assert word in text, text
+
+
+def test_a_wrong_value_in_the_inventory_itself_is_told_there() -> None:
+    tiny = json.loads((FIXTURES / "dense_tiny.json").read_text("utf-8"))
+    _, problems = run(lab(model={"path": "/x", "config": {**tiny, "hidden_size": -1}}))
+    assert [(item.variable, item.value) for item in problems] == [(f"{T}.model.config", "(its content)")]
+    assert "hidden_size = -1" in problems[0].problem
+
+
+def test_a_wrong_value_of_the_drafter_names_its_file(tmp_path: Path) -> None:
+    hosts = lab(speculative={"method": "draft_model", "model": "org/small", "num_speculative_tokens": 2})
+    (tmp_path / "model_configs").mkdir()
+    file = tmp_path / "model_configs/org__small.json"
+    file.write_text(json.dumps({**json.loads((FIXTURES / "dense_8b.json").read_text("utf-8")), "vocab_size": -5}))
+    checked = validate(hosts, {name: {"type": "int"} for name in RAY_PORTS})
+    _, problems = build(checked.values, GROUPS, lambda variable, model: find_config(variable, model, tmp_path))
+    text = render(problems)
+    assert f"{T}.speculative.model = org/small: {file}: vocab_size = -5" in text
+
+
+@pytest.mark.parametrize("where", ["", "text_config"])
+def test_a_key_with_two_values_is_refused(tmp_path: Path, where: str) -> None:
+    content = (FIXTURES / "dense_tiny.json").read_text("utf-8")
+    file = tmp_path / "config.json"
+    if where:
+        file.write_text(content.replace("{", '{"text_config": {"hidden_size": 1, "hidden_size": 2},', 1), "utf-8")
+    else:
+        file.write_text(content.replace("{", '{"hidden_size": 999,', 1), "utf-8")
+    plan, problems = run(lab(model={"path": "/x", "config": str(file)}))
+    assert plan == {}
+    (problem,) = problems
+    assert problem.problem.startswith(f"{file}: hidden_size is there twice, as ")
+
+
+def test_the_same_value_twice_is_no_mistake(tmp_path: Path) -> None:
+    content = (FIXTURES / "dense_tiny.json").read_text("utf-8")
+    file = tmp_path / "config.json"
+    file.write_text(content.replace("{", f'{{"hidden_size": {json.loads(content)["hidden_size"]},', 1), "utf-8")
+    assert run(lab(model={"path": "/x", "config": str(file)}))[1] == []
+
+
+def crowd(number: int, **first: Any) -> dict[str, dict[str, Any]]:
+    """Many instances on the same nodes; `first` changes the first one."""
+    hosts = lab(parallelism=None)
+    tiny = hosts["n1"]["vllm_instances"]["tiny"]
+    instances = {f"i{index}": {**tiny, "port": 8000 + index} for index in range(1, number + 1)}
+    instances["i1"] |= first
+    return {name: {**host, "vllm_instances": instances} for name, host in hosts.items()}
+
+
+def test_many_instances_on_the_same_gpus_are_one_problem() -> None:
+    _, problems = run(crowd(12))
+    (problem,) = problems
+    assert problem.variable == "vllm_instances.i1.nodes"
+    assert problem.problem.startswith("12 instances on the same GPUs: i1, i2, i3")
+    assert "i9, i10, i11, i12 use n2, n3" in problem.problem
+
+
+def test_wrong_pins_are_told_beside_the_sharing() -> None:
+    _, problems = run(crowd(3, parallelism={"tensor": 3}))
+    assert [item.variable for item in problems] == [
+        "vllm_instances.i1.nodes",
+        "vllm_instances.i1.parallelism.tensor",
+    ]
+
+
+def test_instances_apart_are_told_apart() -> None:
+    hosts = crowd(4)
+    for index, instance in enumerate(hosts["n1"]["vllm_instances"].values()):
+        instance["nodes"] = ["n2"] if index < 2 else ["n3"]
+    _, problems = run(hosts)
+    told = [(item.variable, item.problem.split(", and ")[0].split(": ")[1]) for item in problems]
+    assert told == [("vllm_instances.i1.nodes", "i1, i2 use n2"), ("vllm_instances.i3.nodes", "i3, i4 use n3")]
 
 
 def test_all_problems_are_collected() -> None:

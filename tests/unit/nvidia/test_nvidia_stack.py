@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia import matrix
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.errors import StackError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.stack import stack
 
@@ -416,7 +418,13 @@ def test_pins() -> None:
         ("version 580.159.04-*", 1001),
     ]
     assert pins[1]["package"] == pins[2]["package"]
-    assert "nvidia-fabricmanager*" in pins[2]["package"].split()
+    # Each pattern costs apt time at every start; names cost none. Wider than what is coupled, so nothing is left out.
+    patterns = pins[2]["package"].split()
+    assert sum("*" in pattern for pattern in patterns) == 2
+    for pattern in matrix.COUPLED:
+        assert any(fnmatchcase(pattern.rstrip("*"), other) for other in patterns), pattern
+    assert {"libnvsdm-580", "nvlink5-580"} <= set(patterns)
+    assert "nvidia-installer-cleanup" in pins[0]["package"].split()
 
 
 def test_repositories_have_a_key_each() -> None:
@@ -469,6 +477,17 @@ def test_what_is_removed() -> None:
         "nvidia-utils-580-server",
         "xserver-xorg-video-nouveau",
     ]
+
+
+@pytest.mark.parametrize(
+    ("branch", "there"),
+    [(580, "nvidia-fabricmanager-570"), (570, "nvidia-fabricmanager"), (570, "libnvidia-nscq")],
+)
+def test_the_same_files_under_another_name_go_in_the_same_transaction(branch: int, there: str) -> None:
+    facts = host(*[H200] * 8, nvswitches=4, distribution=("debian", "12"), packages=[package(there)])
+    answer = good(facts, nvidia_driver_branch=branch, python_env_variant="cu129")
+    assert answer["transaction"]["remove"] == [there]
+    assert there not in answer["packages"]["fabric"]
 
 
 def test_what_is_stale_once_the_new_branch_is_there() -> None:
