@@ -9,7 +9,7 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 unexport PYTHONDONTWRITEBYTECODE
 INVENTORY ?= inventories/lab
 
-.PHONY: help venv requirements lock lab lab-down ask lint unit integration molecule test docs collection clean
+.PHONY: help venv requirements lock lab lab-down ask lint unit integration molecule test docs golden collection clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test: venv ## Everything: lint, unit, integration, molecule
 
 docs: venv ## Write the generated documents (role READMEs, inventory reference)
 	@scripts/docs.sh
+
+golden: venv ## Write tests/golden: what the roles render for the inventories in tests/topologies
+	@scripts/golden.sh
 
 requirements: venv ## Resolve requirements.in into requirements.txt
 	@uv pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-emit-index-url --upgrade \

@@ -145,6 +145,7 @@ class Collected:
             model_files,
             validate,
         )
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import fabrics  # noqa: PLC0415 - an old Python can't read it
         from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia import gpu_fabric, request  # noqa: PLC0415 - an old Python can't read it
 
         self.plain = plain.to_plain
@@ -157,7 +158,13 @@ class Collected:
         self._validate = validate
         self._model_files = model_files
         # What the plan itself reads.
-        self._needed = {*contract.CONTRACT, *cluster.RAY_PORTS, *request.DEFAULTS, *gpu_fabric.VARIABLES}
+        self._needed = {
+            *contract.CONTRACT,
+            *cluster.RAY_PORTS,
+            *request.DEFAULTS,
+            *gpu_fabric.VARIABLES,
+            *fabrics.COMMON,
+        }
         self._known = {*contract.CONTRACT, *contract.SWITCHES, *roles}
         self._plain_cache: dict[int, tuple[Any, Any, bool]] = {}
         self._configs: dict[str, tuple[Any, Any]] = {}

@@ -11,8 +11,18 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.estimate imp
 
 
 def _estimate(
-    model_config: Any, gpu: Any, engine: Any = None, hf_quant_config: Any = None, draft_config: Any = None
+    model_config: Any,
+    gpu: Any = None,
+    engine: Any = None,
+    hf_quant_config: Any = None,
+    draft_config: Any = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
+    for name in unknown:
+        raise AnsibleFilterError(
+            f"ironrack.vllm.estimate: {name} is no option; use gpu, engine (flags such as {name!r} belong into it), "
+            "hf_quant_config or draft_config"
+        )
     config, card, flags, quant, draft = (
         to_plain(item) for item in (model_config, gpu, engine or {}, hf_quant_config, draft_config)
     )

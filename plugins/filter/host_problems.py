@@ -23,9 +23,15 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return shim
 
 
-def fabric_problems(fabric_type: str, hcas: list[str], extra: dict[str, Any]) -> dict[str, list[str]]:
+def fabric_problems(
+    fabric_type: str,
+    hcas: list[str],
+    extra: dict[str, Any],
+    rails: str = "shared",
+    numbers: dict[str, int] | None = None,
+) -> dict[str, list[str]]:
     try:
-        return {"problems": [], "warnings": fabric.check(fabric_type, hcas, extra)}
+        return {"problems": [], "warnings": fabric.check(fabric_type, hcas, extra, rails, numbers)}
     except errors.HostError as error:
         return {"problems": [str(error)], "warnings": []}
 
@@ -37,4 +43,5 @@ class FilterModule:
             "host_paths": plain(verify.wanted_paths),
             "fabric_problems": plain(fabric_problems),
             "node_environment": plain(fabric.node_environment),
+            "not_carried": plain(fabric.not_carried),
         }

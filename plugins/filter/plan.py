@@ -10,10 +10,12 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors impor
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.plan import plan
 
 
-def _plan(model_config: Any, nodes: Any, **request: Any) -> dict[str, Any]:
+def _plan(model_config: Any, nodes: Any = None, **request: Any) -> dict[str, Any]:
     config = to_plain(model_config)
     if not isinstance(config, dict):
         raise AnsibleFilterError("ironrack.vllm.plan: the input is not the dictionary of a config.json")
+    if nodes is None:
+        raise AnsibleFilterError("ironrack.vllm.plan: nodes is missing: give a list of name and gpus")
     try:
         return plan(config, to_plain(nodes), **to_plain(request))
     except PlannerError as error:

@@ -106,7 +106,7 @@ ansible_facts:
         gpus:
           description: >-
             GPUs as nvidia-smi tells: C(index), C(uuid), C(name), C(memory_total_mib), C(pci), C(numa_node),
-            C(compute_capability), C(mig), C(ecc).
+            C(bridges) (PCI bridges above it, from the root port down), C(compute_capability), C(mig), C(ecc).
           type: list
           elements: dict
         nvidia:
@@ -124,7 +124,7 @@ ansible_facts:
         rdma:
           description: >-
             Ports of RDMA devices with C(device), C(port), C(link_layer), C(state), C(rate_gbit), C(interfaces), C(pci),
-            C(numa_node), C(firmware).
+            C(numa_node), C(bridges) (PCI bridges above it, from the root port down), C(firmware).
           type: list
           elements: dict
         routes:
@@ -568,6 +568,7 @@ def gpu_facts(root, program, timeout, kept=None):
     for gpu in gpus:
         about["driver_version"] = gpu.pop("driver_version", None) or about["driver_version"]
         gpu["numa_node"] = positive(read_int(f"{root}/sys/bus/pci/devices/{gpu['pci']}/numa_node"))
+        gpu["bridges"] = bridges_above(f"{root}/sys/bus/pci/devices/{gpu['pci']}")
         gpu.setdefault("compute_capability", None)
     if gpus:
         if kept is None:
@@ -734,6 +735,7 @@ def rdma_facts(root):
                 "interfaces": sorted(named),
                 "pci": link_name(f"{folder}/device"),
                 "numa_node": positive(read_int(f"{folder}/device/numa_node")),
+                "bridges": bridges_above(f"{folder}/device"),
                 "firmware": read(f"{folder}/fw_ver"),
             }
         )
@@ -1200,10 +1202,15 @@ def acs_control(root, address):
     return None
 
 
+def bridges_above(folder):
+    """Addresses of the PCI bridges above a device, from the root port down."""
+    return re.findall(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", os.path.realpath(folder))[:-1]
+
+
 def pci_link(root, address):
     """Link of a GPU, the slot it is in, the bridges above it and what the IOMMU does with it."""
     folder = f"{root}/sys/bus/pci/devices/{address}"
-    chain = re.findall(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]", os.path.realpath(folder))[:-1]
+    chain = bridges_above(folder)
     slot = f"{root}/sys/bus/pci/devices/{chain[-1]}" if chain else None
     acs = {bridge: acs_control(root, bridge) for bridge in chain}
     return {

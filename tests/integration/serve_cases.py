@@ -58,7 +58,12 @@ def command_lines(version: str) -> list[list[str]]:
     plans = [first | {key: value} for key, values in PLAN.items() for value in values]
     plans.append(first | {"speculative_config": SPECULATIVE})
     lines = [serve_args(plan, version, **endpoint) for plan in plans]
-    lines += [serve_args(plan, version, **endpoint, **spread) for plan, spread in itertools.product(plans, SPREADS)]
+    lines += [
+        serve_args(plan, version, **endpoint, **spread)
+        for plan, spread in itertools.product(plans, SPREADS)
+        # Data-parallel ranks over nodes are refused without the number of this node's, and that number without them.
+        if not spread or (plan["data_parallel_size"] > 1) == ("data_parallel_size_local" in spread)
+    ]
     flags, _ = _load(version)
     for name, entry in flags.items():
         if entry["kind"] == "switch" and name not in OWNED and name not in REFUSED:

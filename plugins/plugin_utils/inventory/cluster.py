@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..hosts.fabric import LINK_LAYERS
+from ..network import fabrics
 from ..nvidia import gpu_fabric
 from ..nvidia import request as nvidia
 from ..planner.errors import PlannerError
@@ -290,6 +292,9 @@ class Builder:
             for host in engine.nodes
             if engine.config is not None
         }
+        countless = [host for host in gpus if _without_count(self.values[host].get("gpus"))]
+        if countless:
+            self.warnings.append(f"{_listed(countless)}: gpus has no count, which means one GPU a node")
         planned = []
         for engine in engines:
             if engine.config is None or not all(gpus.get(host) for host in engine.nodes):
@@ -302,6 +307,18 @@ class Builder:
                     {**gpu, "index": index} for index, gpu in enumerate(gpus[host]) if index not in busy.get(host, {})
                 ]
                 nodes.append({"name": host, "gpus": free, "inter_node": self._fabric(host)})
+            owners = sorted({owner for node in engine.nodes for owner in busy.get(node, {}).values()}, key=natural_key)
+            if owners and not any(node["gpus"] for node in nodes):
+                self.problems.append(
+                    Problem(
+                        "",
+                        f"{engine.variable}.nodes",
+                        show(engine.spec["nodes"]),
+                        f"every GPU of {_listed(engine.nodes)} is taken by {_listed(owners)}",
+                        f"give {engine.name} nodes of its own, or pin smaller sizes of {owners[0]} (parallelism)",
+                    )
+                )
+                continue
             engine.offered = nodes
             engine.request = {
                 "objective": engine.spec.get("objective"),
@@ -370,7 +387,9 @@ class Builder:
         return config
 
     def _fabric(self, host: str) -> str:
-        return str(self.values.get(host, {}).get("fabric_type") or "tcp")
+        """What the planner may count on between nodes: without a word about RDMA, no more than TCP."""
+        value = str(self.values.get(host, {}).get("fabric_type"))
+        return value if value in LINK_LAYERS else "tcp"
 
     def _planner_problem(self, engine: Engine, error: PlannerError, taken: Mapping[str, Mapping[int, str]]) -> Problem:
         """Point at the key that the message speaks of."""
@@ -607,6 +626,11 @@ class Builder:
     def build(self) -> dict[str, Any]:
         """The plan; only valid when no problem was found."""
         everybody = sorted(self.values, key=natural_key)
+        if not everybody:
+            self.problems.append(
+                Problem("", "inventory", "(empty)", "names no host", "give one with -i, such as -i inventories/prod")
+            )
+            return {}
         instances = self.common("vllm_instances", everybody) or {}
         engines = self.engines(instances)
         members = {host for engine in engines for host in engine.nodes}
@@ -629,6 +653,8 @@ class Builder:
         addresses = self.addresses(reasons, nodes)
         self.check_names(planned)
         self.check_driver(planned, variant)
+        worlds = [(engine.name, replica.nodes) for engine in planned for replica in engine.replicas]
+        self.problems += fabrics.problems({host: self.values[host] for host in nodes}, worlds)
         ray_nodes = [head, *workers] if head else []
         self.check_ports(planned, ray_nodes)
         if self.problems:
@@ -903,6 +929,11 @@ def _listen(address: str | None) -> str:
 
 def _endpoint(address: str | None, port: int) -> str:
     return f"[{address}]:{port}" if address and ":" in address else f"{address}:{port}"
+
+
+def _without_count(gpus: Any) -> bool:
+    """A single entry without a number; a list says by its length how many there are."""
+    return isinstance(gpus, Mapping) and gpus.get("count") is None
 
 
 def _plan_args(args: Mapping[str, Any], variant: str) -> dict[str, Any]:

@@ -18,10 +18,9 @@ Spec = dict[str, Any]
 _GPU: Spec = {
     "count": {
         "type": "int",
-        "default": 1,
         "minimum": 1,
         "maximum": 64,
-        "description": "How many of these the node has.",
+        "description": "How many of these the node has; one where it is left out, with a warning.",
     },
     "name": {"type": "str", "required": True, "description": "The name as C(nvidia-smi) prints it."},
     "memory_total_mib": {
@@ -67,7 +66,12 @@ _INSTANCE: Spec = {
         "type": "str",
         "choices": ["throughput", "latency", "capacity"],
         "default": "throughput",
-        "description": "C(latency) keeps the engine on as few nodes as possible; the others use every node.",
+        "description": (
+            "C(throughput): the most engines, or data-parallel ranks, that together hold C(concurrency) sequences of "
+            "C(context_length). C(latency): engines of the largest tensor size inside a node, no more of them than "
+            "C(concurrency) needs. C(capacity): engines of which each alone holds what is asked, inside a node where "
+            "one can, over the fewest nodes otherwise; with C(context_length) C(auto) the longest context that fits."
+        ),
     },
     "context_length": {
         "default": "auto",
@@ -167,8 +171,10 @@ CONTRACT: dict[str, Spec] = {
     "gpus": {
         "scope": "host",
         "description": (
-            "The GPUs of the node as declared. The plan reads them, so that it needs no connection; every run compares "
-            "them with the real ones. A list for mixed GPUs. With the CPU build of vLLM they are slots."
+            "The GPUs of the node as declared: C(count) (one where it is left out), C(name) and C(memory_total_mib), "
+            "the last two as C(nvidia-smi) prints them. The plan reads them, so that it needs no connection; every run "
+            "compares them with the real ones. A list of such entries for mixed GPUs. With the CPU build of vLLM they "
+            "are slots."
         ),
         "any_of": [{"type": "dict", "options": _GPU}, {"type": "list", "elements": "dict", "options": _GPU}],
     },
@@ -204,6 +210,7 @@ SWITCHES: dict[str, str] = {
     "plan_format": "Form of the plan that playbooks/plan.yml prints: text, json or html.",
     "plan_growth": "Factor from 1 to 1000 by which concurrency grows: playbooks/plan.yml says what that needs.",
     "plan_file": "File on the controller that playbooks/plan.yml writes the plan to, in the form of plan_format.",
+    "firewall_show": "With true, playbooks/network.yml prints who may reach what, and connects to nothing.",
 }
 
 # What all nodes agree on without asking anybody.
@@ -244,6 +251,8 @@ MAGIC = frozenset(
 # Variables of the engine's environment that ironrack sets itself: the key that says the same.
 OWNED_ENVIRONMENT: dict[str, str] = {
     "VLLM_HOST_IP": "cluster_address",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "cluster_address",
+    "VLLM_CONFIG_ROOT": "nothing: names that Ray must not carry to other nodes are kept there",
     "NODE_IP": "cluster_address",
     "GLOO_SOCKET_IFNAME": "cluster_interface",
     "NCCL_SOCKET_IFNAME": "cluster_interface",

@@ -16,6 +16,10 @@ MINIMUM_CORE = (2, 19)
 MINIMUM_PYTHON = (3, 11)
 
 _SECRET = re.compile(r"(token|password|passwd|secret|credential|private|api[_-]?key)", re.IGNORECASE)
+# Counts of a model's tokens, and what makes them.
+_NO_SECRET = re.compile(
+    r"(num|max|spec|speculative)[_-]([a-z]+[_-])*tokens(?![a-z])|token[_-]threshold|tokeni[sz]er", re.IGNORECASE
+)
 # Bridges and links that belong to containers and virtual machines; no other node is behind them.
 _CONTAINER_INTERFACE = re.compile(
     r"^(lo$|docker|br-|veth|virbr|cni|flannel|cali|podman|lxc|lxd|kube|tun|tap|dummy|weave|nodelocaldns)"
@@ -49,7 +53,7 @@ def show(value: Any, variable: str = "", hidden: bool = False) -> str:
     """A value for a message: short, and never a secret."""
     if value is _NOT_SET:
         return "(not set)"
-    if hidden or _SECRET.search(variable):
+    if hidden or _is_secret(variable):
         return "(hidden)"
     text = value if isinstance(value, str) else json.dumps(_masked(value), default=str, ensure_ascii=False)
     if isinstance(value, str) and (not value or value != value.strip()):
@@ -57,9 +61,13 @@ def show(value: Any, variable: str = "", hidden: bool = False) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(_NO_SECRET.sub("", name)) is not None
+
+
 def _masked(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: "(hidden)" if _SECRET.search(str(key)) else _masked(item) for key, item in value.items()}
+        return {key: "(hidden)" if _is_secret(str(key)) else _masked(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_masked(item) for item in value]
     return value
@@ -208,6 +216,11 @@ def _check(value: Any, spec: Spec, path: str, found: list[Problem], hidden: bool
     if alternatives:
         return _check_any(value, alternatives, path, found, hidden)
     kind = str(spec.get("type", "str"))
+    if isinstance(value, bool) and kind == "str":
+        # What YAML makes of a choice such as off when it stands there without quotes.
+        words = ("on", "yes", "true") if value else ("off", "no", "false")
+        meant = [choice for choice in spec.get("choices") or () if choice in words]
+        value = meant[0] if len(meant) == 1 else value
     ok, coerced = _coerce(value, kind)
     if not ok:
         found.append(
@@ -403,7 +416,7 @@ def _check_environment(instance: str, environment: Mapping[Any, Any]) -> Iterato
             yield Problem(
                 "", where, show(value, name), "is set by ironrack", f"remove it; use {OWNED_ENVIRONMENT[name]}"
             )
-        elif _SECRET.search(name):
+        elif _is_secret(name):
             yield Problem(
                 "",
                 where,

@@ -506,8 +506,23 @@ NAMES_OF_PACKAGES = (
         origin="distribution",
         first=535,
         last=550,
-        open=("nvidia-open-kernel-dkms", "libcuda1", "nvidia-smi", "nvidia-persistenced", "nvidia-modprobe"),
-        proprietary=("nvidia-kernel-dkms", "libcuda1", "nvidia-smi", "nvidia-persistenced", "nvidia-modprobe"),
+        # libnvidia-cfg1 by name: for nvidia-persistenced that of any branch would do, also of another source.
+        open=(
+            "nvidia-open-kernel-dkms",
+            "libcuda1",
+            "libnvidia-cfg1",
+            "nvidia-smi",
+            "nvidia-persistenced",
+            "nvidia-modprobe",
+        ),
+        proprietary=(
+            "nvidia-kernel-dkms",
+            "libcuda1",
+            "libnvidia-cfg1",
+            "nvidia-smi",
+            "nvidia-persistenced",
+            "nvidia-modprobe",
+        ),
         dkms=("nvidia-current-open", "nvidia-current"),
     ),
     Names(

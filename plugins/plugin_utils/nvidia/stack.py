@@ -197,7 +197,7 @@ def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes:
     answer["files"] = files.render_files(answer, chosen.values, apt.nvidias_own_sources(chosen))
     answer["transaction"] = transactions.driver_transaction(answer, metas)
     answer["cuda_transaction"] = transactions.cuda_transaction(answer)
-    answer["unbuilt"] = state.unbuilt(chosen.facts, dkms, version)
+    answer["unbuilt"] = state.unbuilt(chosen.facts, dkms, branch, version)
     notes.warnings += state.compare_with_loaded(chosen.facts, branch, version)
     told = state.secure_boot_warning(chosen, dkms)
     notes.warnings += [told] if told else []

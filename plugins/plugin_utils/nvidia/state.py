@@ -68,16 +68,22 @@ def secure_boot_warning(chosen: Chosen, dkms: str | None) -> str | None:
     )
 
 
-def unbuilt(facts: Mapping[str, Any], dkms: str | None, version: str | None) -> list[dict[str, Any]]:
+def unbuilt(facts: Mapping[str, Any], dkms: str | None, branch: int, version: str | None) -> list[dict[str, Any]]:
     """Installed kernels without a module of the wanted driver: a boot into one of them would lose the GPUs."""
     ours = [entry for entry in dicts(facts, "dkms") if str(entry.get("module")).startswith("nvidia")]
     missing = []
     for kernel in dicts(facts, "kernels"):
         release = str(kernel.get("release"))
         mine = [entry for entry in ours if entry.get("kernel") == release]
-        fitting = [entry for entry in mine if version is None or entry.get("version") == version]
+        fitting = [
+            entry
+            for entry in mine
+            if (entry.get("version") == version if version else branch_of(str(entry.get("version"))) == branch)
+        ]
         built = any(entry.get("state") == "installed" for entry in fitting)
-        if built or (kernel.get("nvidia_module") and not (dkms and ours)):
+        file = kernel.get("nvidia_module")
+        # What DKMS has built of another source goes with that source's packages.
+        if built or (file and not (ours and (dkms or "/dkms/" in str(file)))):
             continue
         failed = next((entry for entry in [*fitting, *ours] if entry.get("state") == "failed"), None)
         module, of_version = (failed or {}).get("module") or dkms, (failed or {}).get("version") or version

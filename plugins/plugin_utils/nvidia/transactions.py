@@ -28,8 +28,13 @@ def driver_transaction(answer: Mapping[str, Any], metas: Sequence[str]) -> dict[
     names = [*packages["headers"], *packages["driver"], *packages["fabric"], *packages["tools"]]
     install: list[dict[str, Any]] = []
     for name in names:
-        fixed = bool(version) and coupled(name, source)
-        install.append({"name": name} | ({"version": version, "group": "driver"} if fixed else {}))
+        wanted: dict[str, Any] = {}
+        if version and coupled(name, source):
+            wanted = {"version": version, "group": "driver"}
+        elif source == "distribution" and coupled(name, "nvidia"):
+            # Else a newer one, left by another source, would do as well.
+            wanted = {"version": f"{answer['branch']}.*"}
+        install.append({"name": name} | wanted)
     return {
         "install": install,
         "remove": list(answer["remove"]),

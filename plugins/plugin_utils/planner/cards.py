@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .engine import Card
+from .errors import PlannerError, short
 
 # nvidia-smi's total minus its `reserved` line is what cudaMemGetInfo calls total: 143771 - 616 MiB = 139.80 GiB on an
 # H200 (driver 580, nvidia-smi -q). The reserve grows with the card: (GiB that nvidia-smi prints, GiB reserved), from
@@ -68,20 +70,70 @@ _CHIPS: tuple[tuple[str, Chip], ...] = (
     (r"\ba16\b|\ba2\b", Chip(86, 10)),
     (r"rtx 30[5-9]0|rtx a\d000", Chip(86, 82)),
     (r"t4\b|rtx 20[6-8]0|quadro rtx|titan rtx", Chip(75, 40)),
-    (r"v100", Chip(70, 80)),
+    (r"gtx 16\d0", Chip(75, 24)),
+    (r"v100|titan v\b|gv100", Chip(70, 80)),
+    (r"p100|gp100|p40\b|p4\b|gtx 10\d0|titan xp?\b", Chip(61, 30)),
+    (r"[mk][468]0\b|gtx [79]\d0", Chip(52, 24)),
 )
 _LARGE_CHIPS = {"rtx 5090": Chip(120, 170), "rtx 4090": Chip(89, 128)}
 # A card that is not known is taken as a current datacenter card, whose kernels take the most.
 UNKNOWN_CHIP = Chip(90, 132)
 
 
+# Names of other makers' accelerators.
+_FOREIGN = re.compile(
+    r"\b(amd|radeon|instinct|mi[23]\d\d[ax]?|gfx\d+|rocm|intel|gaudi\d?|arc|gpu max|ascend|tpu|apple|moore threads)\b"
+)
+# The oldest chips that vLLM's kernels are built for: Turing.
+LEAST_CAPABILITY = 75
+
+
 def chip(gpu: Card) -> Chip:
     """The chip behind the name that nvidia-smi prints."""
-    name = gpu.name.lower()[:200]
+    return _chip(gpu.name) or UNKNOWN_CHIP
+
+
+def is_known(gpu: Card) -> bool:
+    return _chip(gpu.name) is not None
+
+
+@lru_cache(maxsize=1024)
+def _chip(name: str) -> Chip | None:
+    lower = name.lower()[:200]
     for text, found in _LARGE_CHIPS.items():
-        if text in name:
+        if text in lower:
             return found
-    return next((found for pattern, found in _CHIPS if re.search(pattern, name)), UNKNOWN_CHIP)
+    return next((found for pattern, found in _CHIPS if re.search(pattern, lower)), None)
+
+
+@lru_cache(maxsize=1024)
+def is_foreign(name: str) -> bool:
+    """Whether a name says that the GPU is not NVIDIA's."""
+    return "nvidia" not in name.lower() and _FOREIGN.search(name.lower()[:200]) is not None
+
+
+def refuse_foreign(name: str, where: str, key: str) -> None:
+    """Raise for a GPU on which no CUDA build of vLLM runs."""
+    if is_foreign(name):
+        raise PlannerError(
+            f"{where}: {short(name)} is no NVIDIA GPU; vLLM's CUDA builds do not run on it.",
+            "Give an NVIDIA GPU by the name that nvidia-smi prints.",
+            key,
+        )
+
+
+def check_usable(name: str, node: str, variant: str) -> None:
+    """Raise for a GPU on which the build of vLLM does not run."""
+    refuse_foreign(name, f"node {node}", f"nodes.{node}.gpus")
+    found = _chip(name)
+    if found is not None and found.capability < LEAST_CAPABILITY:
+        build = f"the build {variant} of vLLM" if variant else "vLLM"
+        raise PlannerError(
+            f"node {node}: {short(name)} has compute capability {found.capability / 10}, and {build} is built for "
+            f"{LEAST_CAPABILITY / 10} (Turing) and newer.",
+            "Leave this GPU out.",
+            f"nodes.{node}.gpus",
+        )
 
 
 def visible_gib(gpu: Card) -> float:

@@ -15,6 +15,7 @@ from .rules import Layout
 DEFAULT_VERSION = "0.33.0"
 # The oldest version whose memory rules are described; older ones are taken for it, with a wide margin.
 OLDEST_VERSION = (0, 19, 0)
+NEWEST_VERSION = (0, 33)
 # Larger values occur in no flag; arithmetic with them would only hide a mistake.
 MAX_VALUE = 1 << 40
 # Flags that read JSON, which may be given as text.
@@ -222,7 +223,7 @@ def _float(
     good = not isinstance(number, bool) and isinstance(number, int | float) and low <= number <= high
     if not good or not math.isfinite(number):
         name = f"{prefix}{key}"
-        raise PlannerError(f"{name} = {short(value)} is not a number between {low:g} and {high:g}.", key=name)
+        raise PlannerError(f"{name} = {short(value)} is not a number between {low:.15g} and {high:.15g}.", key=name)
     return float(number)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .cards import chip, visible_gib
-from .engine import OLDEST_VERSION, Card, Engine, mapping_flag, parse_card, parse_engine
+from .cards import chip, is_foreign, is_known, visible_gib
+from .engine import NEWEST_VERSION, OLDEST_VERSION, Card, Engine, mapping_flag, parse_card, parse_engine
 from .errors import PlannerError, UnsupportedArchitectureError
 from .kv_cache import KVPlan, KVResult, checkpoint_kv_dtype, kv_plan
 from .mixers import draft_mixers, mixers
@@ -20,6 +20,7 @@ from .model import Model, merge, parse_config
 from .overhead import StageOverhead, batch_defaults, runner, stage_overheads, utilization
 from .request import check_plain
 from .rules import check
+from .serve_args import engine_keys
 from .weights import StageWeights, stage_weights
 
 GIB = float(1 << 30)
@@ -29,8 +30,8 @@ _CONTEXT_GIB = 0.5
 _WEIGHTS_DOUBT = 0.004
 # What two starts of the same engine may differ by, as a share of the KV cache.
 _LEAST_MARGIN = 0.01
-# The same for the KV cache of a version that is older than those whose rules are described: 0.19 to 0.33.
-_OLD_VERSION_MARGIN = 0.15
+# The same for the KV cache of a version that is none of those whose rules are described: 0.19 to 0.33.
+_OTHER_VERSION_MARGIN = 0.15
 
 _DTYPES = {
     "float32": "float32",
@@ -60,7 +61,7 @@ def estimate(
         ("draft_config", draft_config),
     ):
         check_plain(value, key)
-    flags = dict(engine or {})
+    flags = engine_keys(engine or {})
     overrides = mapping_flag(flags, "hf_overrides")
     model = parse_config(merge(config, overrides) if overrides else config, hf_quant_config)
     draft = None if draft_config is None else parse_config(draft_config)
@@ -242,7 +243,10 @@ def _result(
     margin = max(_LEAST_MARGIN, doubt / free[tightest]) if free[tightest] > 0 else 1.0
     if engine.version < OLDEST_VERSION:
         notes.append(f"the rules of vLLM {'.'.join(map(str, OLDEST_VERSION))} are applied to this older version")
-        margin = max(margin, _OLD_VERSION_MARGIN)
+        margin = max(margin, _OTHER_VERSION_MARGIN)
+    if engine.version[:2] > NEWEST_VERSION:
+        notes.append(f"the rules of vLLM {'.'.join(map(str, NEWEST_VERSION))} are applied to this newer version")
+        margin = max(margin, _OTHER_VERSION_MARGIN)
     return {
         "fits": error is None,
         "error": error,
@@ -271,8 +275,20 @@ def _assumptions(engine: Engine, cards: Sequence[Card]) -> list[str]:
         f"torch sees {visible_gib(card):.2f} GiB of {card.name or 'the card'}, {share:.2f} of it is asked for"
         for card in dict.fromkeys(cards)
     ]
+    notes += [
+        f"{card.name or 'a GPU without a name'} is not known: it is taken for an H100 (compute capability 9.0)"
+        for card in dict.fromkeys(cards)
+        if not is_known(card)
+    ]
+    notes += [
+        f"{card.name} is no NVIDIA GPU: a build of vLLM for it has buffers of its own, the weights are the same"
+        for card in dict.fromkeys(cards)
+        if is_foreign(card.name)
+    ]
     version = ".".join(map(str, engine.version))
-    return [*notes, f"the rules are those of vLLM {version}", "no other process uses the card"]
+    if OLDEST_VERSION <= engine.version < (*NEWEST_VERSION, 1 << 20):
+        notes.append(f"the rules are those of vLLM {version}")
+    return [*notes, "no other process uses the card"]
 
 
 def _unpriced_drafter(engine: Engine) -> str:

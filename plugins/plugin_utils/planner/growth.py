@@ -23,6 +23,10 @@ MIN_FACTOR = 1.0
 MAX_FACTOR = 1000.0
 # How often the nodes may double without any gain before the search gives up.
 _PATIENCE = 2
+# How many times as many nodes engines like today's may take before engines over more nodes are the better answer.
+_WORTH = 2
+# Engines that are surer of less than this part of their room are so tight that larger ones may hold much more.
+_TIGHT = 0.97
 
 
 class _Search:
@@ -71,29 +75,31 @@ class _Search:
         found = self.plan(count)
         return 0.0 if found is None else capacity(found)
 
-    def holds(self, count: int) -> bool:
-        return self.capacity(count) >= self._target
-
-    def smallest(self, guess: int) -> int | None:
-        """The smallest number of nodes, from today's on, that holds the target.
+    def smallest(self, guess: int, most: int = MAX_NODES, widest: int = MAX_NODES) -> int | None:
+        """The smallest number of nodes, from today's to `most`, that holds the target, with `widest` nodes an engine.
 
         Doubles from today's, jumping ahead to `guess` (capacity grows almost in proportion), then halves the interval.
         """
+
+        def holds(count: int) -> bool:
+            found = self.plan(count)
+            return found is not None and spread(found) <= widest and capacity(found) >= self._target
+
         low = len(self._nodes)
-        if self.holds(low):
+        if holds(low):
             return low
         high, best, idle = max(low + 1, guess), self.capacity(low), 0
-        while not self.holds(min(high, MAX_NODES)):
-            reached = self.capacity(min(high, MAX_NODES))
+        while not holds(min(high, most)):
+            reached = self.capacity(min(high, most))
             idle = 0 if reached > best else idle + 1
-            if high >= MAX_NODES or idle >= _PATIENCE or len(self._known) >= MAX_PLANS // 2:
+            if high >= most or idle >= _PATIENCE or len(self._known) >= MAX_PLANS // 2:
                 return None
             low, high, best = high, 2 * high, max(best, reached)
-        high = min(high, MAX_NODES)
+        high = min(high, most)
         # A good guess is exact or one too many: look there first.
         probe = high - 1
         while high - low > 1 and len(self._known) < MAX_PLANS:
-            if self.holds(probe):
+            if holds(probe):
                 high = probe
             else:
                 low = probe
@@ -139,9 +145,15 @@ def grow(
     used = _used(today)
     template = [node for node in nodes if node["name"] in used]
     search = _Search(config, nodes, template, asked, target, planner=planner)
-    count = search.smallest(len(nodes) + math.ceil(len(template) * (target / max(room(today), 1.0) - 1)))
+    guess = len(nodes)
+    if sure(today) > _TIGHT * room(today):
+        guess += math.ceil(len(template) * (target / max(sure(today), 1.0) - 1))
+    fewer = search.smallest(guess)
+    # Engines over no more nodes than today's answer faster; they are worth some nodes more.
+    alike = None if fewer is None else search.smallest(fewer, _WORTH * fewer, spread(today))
+    count = fewer if alike is None else alike
     if count is not None and (found := search.plan(count)) is not None:
-        return {**answer, **_compared(today, found, search.new(count))}
+        return {**answer, **_compared(today, found, search.new(count)), "note": _fewer(search, fewer, count)}
     return {**answer, **_side_by_side(today, target, nodes, template, search.error)}
 
 
@@ -164,10 +176,33 @@ def room(found: Mapping[str, Any]) -> float:
     return engines(found) * float(figures["max_concurrency"] or 0.0) if figures else 0.0
 
 
+def sure(found: Mapping[str, Any]) -> float:
+    """The same at the lower end of the estimate's margin."""
+    return room(found) * (1 - float((found["estimate"] or {}).get("margin") or 0.0))
+
+
 def capacity(found: Mapping[str, Any]) -> float:
     """Sequences of full length that run at once: they need room, and slots of the schedulers."""
     slots = found.get("max_num_seqs")
-    return room(found) if slots is None else min(room(found), engines(found) * float(slots))
+    return sure(found) if slots is None else min(sure(found), engines(found) * float(slots))
+
+
+def spread(found: Mapping[str, Any]) -> int:
+    """Nodes of the engine that is on the most of them."""
+    return max(len(replica["nodes"]) for replica in found["replicas"])
+
+
+def _fewer(search: _Search, fewer: int | None, count: int) -> str:
+    """What would do with fewer nodes, where the engines are over more of them each."""
+    found = search.plan(fewer) if fewer is not None and fewer < count else None
+    if found is None:
+        return ""
+    tensor, pipeline, data = (found[f"{name}_parallel_size"] for name in ("tensor", "pipeline", "data"))
+    sizes = f"tensor {tensor} x pipeline {pipeline}" + (f" x data {data}" if data > 1 else "")
+    return (
+        f"{_described(found)['nodes']} nodes would hold them too, with engines of {sizes} over {spread(found)} nodes "
+        "each, which wait for the network between them"
+    )
 
 
 def _used(found: Mapping[str, Any]) -> dict[str, int]:
@@ -212,9 +247,9 @@ def _side_by_side(
 ) -> dict[str, Any]:
     """When one instance can't grow by nodes (its objective or its pins hold it): several instances like today's."""
     now = _described(today)
-    if room(today) < 1:
+    if sure(today) < 1:
         return {"problem": error or "more nodes of this kind do not make room for more sequences"}
-    times = math.ceil(target / room(today))
+    times = math.ceil(target / sure(today))
     if now["nodes"] * times > MAX_NODES:
         return {"problem": f"more than {MAX_NODES} nodes of this kind would be needed"}
     used = _used(today)

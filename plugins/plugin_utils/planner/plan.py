@@ -7,10 +7,12 @@ The answer depends on the set of nodes, never on their order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .cards import check_usable, is_known
 from .engine import Card, mapping_flag
 from .errors import ModelConfigError, PlannerError, UnsupportedArchitectureError, short
 from .model import Model, merge, parse_config
@@ -18,7 +20,7 @@ from .placement import Node, Placed, by_node, declared, names, natural_key, pack
 from .pricing import LOW_TOKENS, WORTH, Knobs, shape
 from .refusal import holding, no_layout, refusal, shortening
 from .request import Request, check_plain, parse_request
-from .rules import Layout, remarks, require, require_engine, split_layers
+from .rules import Layout, holds, remarks, require, require_engine, split_layers
 from .search import FLOOR, RESERVE, Fleet, Search
 
 __all__ = ["natural_key", "plan", "plan_model"]
@@ -48,6 +50,7 @@ def plan(config: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], **reques
         raise type(error)(error.problem, error.remedy, _request_key(error, request)) from error
 
 
+_NOT_ANOTHER = "what is left does not hold another engine"
 # Flags of a layout and of the plan, and the keys of a request that decide them.
 _DECIDED_BY = {
     "tensor_parallel_size": "parallelism.tensor",
@@ -101,7 +104,13 @@ def plan_model(model: Model, nodes: list[Node], request: Request) -> dict[str, A
     empty = [node.name for node in nodes if not node.gpus]
     if not usable:
         raise PlannerError(f"No GPUs on {names(empty)}.", "Declare them in gpus.", "nodes")
+    unknown = [] if request.cpu else _check_gpus(usable, request.variant)
     search = Search(model, usable, request)
+    if unknown:
+        search.warnings.append(
+            f"{names(unknown)}: not a GPU that is known; its kernels and buffers are taken for those of an H100, so "
+            "the memory may come out wrong (the names are those that nvidia-smi prints)"
+        )
     if empty:
         search.warnings.append(f"no GPUs on {names(empty)}: left out")
     _check_pins(search)
@@ -115,6 +124,17 @@ def plan_model(model: Model, nodes: list[Node], request: Request) -> dict[str, A
         if found is None:
             raise no_layout(search) from error
     return _answer(search, *found)
+
+
+def _check_gpus(nodes: Sequence[Node], variant: str) -> list[str]:
+    """Names of GPUs that are not known; raises for one on which vLLM does not run."""
+    first: dict[str, str] = {}
+    for node in nodes:
+        for gpu in node.gpus:
+            first.setdefault(gpu.name, node.name)
+    for name, node_name in first.items():
+        check_usable(name, node_name, variant)
+    return sorted(name or "(no name)" for name in first if not is_known(Card(name, 0.0)))
 
 
 def _check_context(model: Model, request: Request) -> None:
@@ -141,7 +161,13 @@ def _check_pins(search: Search) -> None:
     if request.tensor or request.pipeline or request.expert or request.layer_partition or data > 1:
         # Whole experts are the planner's choice unless they are pinned, so their absence is no mistake yet.
         expert = bool(request.expert) or (request.expert is None and model.is_moe)
-        require(model, search.layout(request.tensor or 1, request.pipeline or 1, data, expert), key)
+        layout = search.layout(request.tensor or 1, request.pipeline or 1, data, expert)
+        # What depends on sizes that are still open is the search's to find.
+        if not request.tensor:
+            layout = replace(layout, decode_context=1)
+        if model.is_moe and expert and not (request.tensor and request.data):
+            layout = replace(layout, eplb=False, redundant_experts=0)
+        require(model, layout, key)
     total = sum(len(node.gpus) for node in nodes)
     asked = (request.tensor or 1) * (request.pipeline or 1) * (request.data or 1)
     if asked > total:
@@ -374,12 +400,17 @@ def _next_best(search: Search, layout: Layout, schedulers: int, held: float) -> 
 def _smaller(search: Search, layout: Layout) -> list[str]:
     """Why not a smaller engine: the largest one that did not fit, or held too little."""
     world = layout.world * layout.data
-    failed = [trial for trial in search.failed if trial.layout.world * trial.layout.data < world]
-    for narrow, engines, held in search.narrow[-1:]:
-        if narrow.world * narrow.data < world:
-            several = _several(engines)
-            wanted = search.request.concurrency or f"{FLOOR} for each"
-            return [f"{several} of {shape(narrow)} would hold {held:.1f} sequences, fewer than {wanted}"]
+
+    def part(other: Layout) -> bool:
+        """Whether an engine is a half, a third, ... of this one; others are seldom meant."""
+        size = other.world * other.data
+        return size < world and world % size == 0
+
+    failed = [trial for trial in search.failed if part(trial.layout)]
+    for narrow, engines, held in [each for each in search.narrow if part(each[0])][-1:]:
+        several = _several(engines)
+        wanted = search.request.concurrency or f"{FLOOR} for each"
+        return [f"{several} of {shape(narrow)} would hold {held:.1f} sequences, fewer than {wanted}"]
     if not failed:
         return []
     largest = max(failed, key=lambda trial: (trial.layout.world * trial.layout.data, trial.tokens))
@@ -492,6 +523,8 @@ def _warn(search: Search, fleet: Fleet, placed: list[Placed], final: _Final | No
                 f"concurrency = {request.concurrency}, but {only}; the others wait or are preempted."
                 + (f" Would fit: {'; or '.join(changes)}." if changes else "")
             )
+        else:
+            warnings += _doubts(request.concurrency, final, len(placed), layout.data)
     if figures is not None and figures["max_concurrency"] < 1 + RESERVE and not search.shortened:
         warnings.append(
             f"one sequence of {search.length} tokens fits with less than {RESERVE:.0%} to spare, which is within the "
@@ -519,6 +552,40 @@ def _warn(search: Search, fleet: Fleet, placed: list[Placed], final: _Final | No
     warnings += _idle(search, fleet, groups)
 
 
+def _all_nodes(search: Search, fleet: Fleet) -> str:
+    """What would put every node of this kind to work; empty where nothing would."""
+    layout = fleet.layout
+    if layout.data == 1 or fleet.trials is None or len(fleet.numbers) != 1 or search.request.objective != "throughput":
+        return ""
+    card, trial = next(iter(fleet.trials.items()))
+    unit = search.unit(layout)[0]
+    wide = replace(layout, data=len(search.by_card[card]) * (search.room // unit))
+    if not holds(search.model, wide) or wide.tensor * wide.data > search.model.experts:
+        return ""
+    if not search.engines(wide, card) or not search.price(wide, trial.cards, trial.knobs)["fits"]:
+        return ""
+    return f"; one over all nodes would use them: parallelism: {{tensor: {wide.tensor}, data: {wide.data}}}"
+
+
+def _doubts(asked: int, final: _Final, engines: int, data: int) -> list[str]:
+    """What is asked has room by the figures, but not on every engine, or not within their margin."""
+    margin, each = final.figures["margin"], final.figures["max_concurrency"] * data
+    if each * engines < asked:
+        return [
+            f"concurrency = {asked}: an even share of the {engines} engines is {asked / engines:.1f} sequences, but "
+            f"one on {final.cards[0].name or 'the smallest GPUs'} holds {each:.1f}; what is more waits there or is "
+            f"preempted. Would fit: concurrency: {max(1, math.floor(each * engines * (1 - margin)))}; or an instance "
+            "of its own for each kind of GPU."
+        ]
+    least = each * engines * (1 - margin)
+    if least < asked:
+        return [
+            f"concurrency = {asked} has room by the estimate ({each * engines:.1f} sequences), but not at the lower "
+            f"end of its margin of {margin:.1%} ({least:.1f}); some may wait"
+        ]
+    return []
+
+
 def _idle(search: Search, fleet: Fleet, groups: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     """GPUs without work, by the reason for it."""
     used: dict[str, set[int]] = {}
@@ -527,6 +594,7 @@ def _idle(search: Search, fleet: Fleet, groups: Sequence[Mapping[str, Sequence[i
             used.setdefault(name, set()).update(indices)
     world = fleet.layout.world * fleet.layout.data
     unit = search.unit(fleet.layout)[0]
+    pin = _all_nodes(search, fleet)
     idle: dict[str, list[str]] = {}
     for pool in search.pools:
         busy = used.get(pool.node.name, set())
@@ -541,15 +609,17 @@ def _idle(search: Search, fleet: Fleet, groups: Sequence[Mapping[str, Sequence[i
                 else f"{shape(fleet.layout)} does not fit {pool.card.name or 'these GPUs'} "
                 f"({pool.card.memory_total_mib / 1024:.1f} GiB a GPU)"
             )
-        elif free < unit:
-            why = f"engines take {unit} GPUs of a node at a time"
+        elif free < unit <= search.room:
+            why = f"fewer than the {unit} GPUs of one node that an engine takes"
         elif len(groups) < fleet.available and search.fixed is None:
             why = f"objective {search.request.objective} needs {_several(len(groups))} of {world} GPUs"
         elif search.fixed is not None:
             why = "the sizes are pinned"
         else:
-            why = f"what is left does not hold another engine of {world} GPUs"
+            why = f"{_NOT_ANOTHER} of {world} GPUs"
         total = len(pool.node.gpus)
+        if pin and why.startswith(_NOT_ANOTHER):
+            why += pin
         idle.setdefault(why, []).append(
             f"{pool.node.name} (all {total})" if free == total else f"{pool.node.name} ({free} of {total})"
         )

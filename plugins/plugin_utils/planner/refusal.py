@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from .engine import Card
@@ -20,6 +19,8 @@ from .search import MIN_CONTEXT, Fleet, Search
 _USUAL = ("max_num_batched_tokens", "max_num_seqs", "max_loras", "max_lora_rank", "gpu_memory_utilization")
 _SPECULATIVE = "speculative_config"
 _MUCH_LONGER = 1.2
+# A context of less than this part of what is wanted is another service.
+_SHORTER = 8
 # More engines than so many times those of today are no advice.
 _MAX_TIMES = 64
 
@@ -37,7 +38,7 @@ def refusal(search: Search) -> PlannerError:
         knobs = search.knobs(layout, [card], search.all_schedulers(layout))
         trials.append(Trial(layout, (card,), knobs, search.price(layout, (card,), knobs)))
     best = max(trials, key=lambda trial: (trial.tokens, trial.layout.world * trial.layout.data))
-    if best.fits and search.fixed:
+    if best.fits:
         return no_layout(search)
     blamed = _flag_to_blame(search, best)
     if blamed is not None:
@@ -144,7 +145,8 @@ def _milder(flag: str, value: Any) -> Iterator[Any]:
     if flag == "max_lora_rank":
         yield from sorted((rank for rank in LORA_RANKS if rank < int(value)), reverse=True)
     elif flag == "gpu_memory_utilization":
-        yield from takewhile(lambda share: share <= 0.95, (step / 20 for step in range(int(float(value) * 20) + 1, 20)))
+        # In hundredths, and rounded up from what is given.
+        yield from (step / 100 for step in range(math.floor(float(value) * 100 + 1e-9) + 1, 96))
     elif flag in _USUAL and str(value).isdecimal():
         yield from (1 << power for power in range((int(value) - 1).bit_length() - 1, -1, -1))
 
@@ -174,7 +176,7 @@ def _changes(search: Search, trial: Trial) -> list[str]:
     layout, cards, knobs = trial.layout, trial.cards, trial.knobs
     changes = []
     length = search.longest_of(layout, cards, knobs) // 16 * 16
-    if length >= MIN_CONTEXT:
+    if length >= _shortest(search):
         changes.append(f"context_length: {length}")
     if "kv_cache_dtype" not in search.request.flags and _fits(search, layout, cards, knobs, kv_cache_dtype="fp8"):
         changes.append("args: {kv-cache-dtype: fp8}")
@@ -199,8 +201,21 @@ def _changes(search: Search, trial: Trial) -> list[str]:
     return changes
 
 
+def _sure(figures: Mapping[str, Any]) -> float:
+    """Sequences of full length at the lower end of the margin."""
+    return float(figures["max_concurrency"]) * (1 - float(figures["margin"]))
+
+
+def _shortest(search: Search) -> int:
+    """The shortest context that is still advice to somebody who wants the present one."""
+    return max(MIN_CONTEXT, search.length // _SHORTER)
+
+
 def holding(search: Search, fleet: Fleet, engines: int) -> list[str]:
-    """Changes with which engines of this layout hold every sequence that is asked for, each checked; at most three."""
+    """Changes with which engines of this layout hold every sequence that is asked for, each checked; at most three.
+
+    They hold them at the lower end of the estimate's margin too.
+    """
     layout, need = fleet.layout, search.need
     if fleet.trials is None or need is None:
         return []
@@ -208,15 +223,15 @@ def holding(search: Search, fleet: Fleet, engines: int) -> list[str]:
     # As many as each scheduler gets; the KV cache must hold them, and their number must fit.
     share = -(-need // schedulers)
 
-    def held(card: Card, trial: Trial, length: int, **more: Any) -> float:
-        seqs = max(trial.knobs.seqs, share) if search.request.max_num_seqs is None else trial.knobs.seqs
+    def held(card: Card, trial: Trial, length: int, *, slots: int | None = None, **more: Any) -> float:
+        seqs = max(trial.knobs.seqs, share) if search.request.max_num_seqs is None else slots or trial.knobs.seqs
         knobs = replace(trial.knobs, length=length, seqs=seqs, tokens=max(trial.knobs.tokens, seqs))
         try:
             figures = search.price(layout, trial.cards, knobs, **more)
         except PlannerError:
             # A change that this model or version does not know is no advice.
             return 0.0
-        return float(min(figures["max_concurrency"], seqs)) if figures["fits"] else 0.0
+        return float(min(_sure(figures), seqs)) if figures["fits"] else 0.0
 
     def holds_all(length: int, **more: Any) -> bool:
         total, left = 0.0, engines
@@ -227,19 +242,28 @@ def holding(search: Search, fleet: Fleet, engines: int) -> list[str]:
         return total >= need
 
     changes = []
+    if (
+        fleet.slots(engines) < need
+        and search.request.max_num_seqs is not None
+        and holds_all(search.length, slots=share)
+    ):
+        changes.append(f"args: {{max-num-seqs: {share}}}")
     low, high = 0, search.length
     while high - low > max(16, low // 50):
         middle = (low + high) // 2
         low, high = (middle, high) if holds_all(middle) else (low, middle)
-    if low // 16 * 16 >= MIN_CONTEXT and holds_all(low // 16 * 16):
+    if low // 16 * 16 >= _shortest(search) and holds_all(low // 16 * 16):
         changes.append(f"context_length: {low // 16 * 16}")
     if "kv_cache_dtype" not in search.request.flags and holds_all(search.length, kv_cache_dtype="fp8"):
         changes.append("args: {kv-cache-dtype: fp8}")
-    each = min(trial.sequences for trial in fleet.trials.values())
+    each = min(_sure(trial.figures) for trial in fleet.trials.values()) * layout.data
+    if search.request.max_num_seqs is not None:
+        each = min(each, fleet.slots(1))
     number = math.ceil(need / each) if each >= 1 else 0
-    if engines < number <= _MAX_TIMES * engines and search.request.objective != "capacity":
+    open_count = search.request.objective != "capacity" and search.fixed is None
+    if open_count and engines < number <= _MAX_TIMES * engines:
         changes.append(f"{number * layout.world * layout.data} GPUs of this kind ({number} engines of {shape(layout)})")
-    room = math.floor(min(fleet.sequences(engines), fleet.slots(engines)))
+    room = math.floor(min(engines * each, fleet.slots(engines)))
     if room >= 1:
         changes.append(f"concurrency: {room}")
     return changes[:3]
@@ -264,14 +288,19 @@ def _wider(search: Search, trial: Trial) -> Layout | None:
     if search.request.tensor:
         sizes = [search.request.tensor]
     stages = [1] if search.request.pipeline is None else [search.request.pipeline]
+    data = (search.request.data or 1) if search.model.is_moe else 1
+    pinned = search.request.expert
+    experts = (
+        (pinned,) if pinned is not None else (True,) if data > 1 else (False, True) if search.model.is_moe else (False,)
+    )
     options = [(size, each) for each in stages for size in sizes]
     if search.request.pipeline is None and sizes:
         options += [(sizes[-1], 1 << power) for power in range(1, 8) if 1 << power <= search.model.layers]
     for tensor, pipeline in options:
-        if tensor * pipeline <= base.world * base.data:
+        if tensor * pipeline * data <= base.world * base.data:
             continue
-        for expert in (False, True) if search.model.is_moe else (False,):
-            layout = replace(base, tensor=tensor, pipeline=pipeline, data=1, expert=expert, layer_partition=None)
+        for expert in experts:
+            layout = replace(base, tensor=tensor, pipeline=pipeline, data=data, expert=expert, layer_partition=None)
             if holds(search.model, layout) and _fits(search, layout, trial.cards, trial.knobs):
                 return layout
     return None

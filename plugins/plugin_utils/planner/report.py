@@ -365,6 +365,8 @@ def capacity_text(instance: Mapping[str, Any]) -> Iterator[str]:
     if one > 1:
         together = instance["sequences"]
         text += f"; all {one} together {sequences * one if together is None else together:.1f}"
+    if instance["margin"] is not None:
+        text += f" (margin of the estimate {instance['margin']:.1%})"
     yield text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,9 +57,13 @@ class Request:
     environment: dict[str, Any] = field(default_factory=dict)
     layer_partition: tuple[int, ...] | None = None
     vllm_version: str = DEFAULT_VERSION
-    cpu: bool = False
+    variant: str = ""
     # config.json of the model that `speculative` names.
     draft_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cpu(self) -> bool:
+        return self.variant == "cpu"
 
     @property
     def max_num_seqs(self) -> int | None:
@@ -102,9 +107,9 @@ def check_plain(value: Any, key: str) -> None:
 def parse_request(values: Mapping[str, Any]) -> Request:
     unknown = sorted(set(values) - _KEYS)
     if unknown:
-        raise PlannerError(
-            f"{short(unknown[0])} is no key of a request.", f"Use {', '.join(sorted(_KEYS))}.", unknown[0]
-        )
+        close = difflib.get_close_matches(unknown[0][:100], _KEYS, n=1, cutoff=0.6)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Use {', '.join(sorted(_KEYS))}."
+        raise PlannerError(f"{short(unknown[0])} is no key of a request.", hint, unknown[0])
     version = values.get("vllm_version") or DEFAULT_VERSION
     parse_version(version)
     version = str(version)
@@ -143,18 +148,19 @@ def parse_request(values: Mapping[str, Any]) -> Request:
         environment=environment,
         layer_partition=partition,
         vllm_version=version,
-        cpu=values.get("variant") == "cpu",
+        variant=_variant(values.get("variant")),
     )
     check_choices(request.flags, version)
     check_speculative(request.speculative, version)
-    seqs = request.max_num_seqs
-    if seqs is not None and request.concurrency is not None and seqs * (request.data or 1) < request.concurrency:
-        raise PlannerError(
-            f"args max-num-seqs = {seqs} is less than concurrency = {request.concurrency}.",
-            "Leave max-num-seqs out of args.",
-            "concurrency",
-        )
     return request
+
+
+def _variant(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > 100:
+        raise _wrong("variant", value, "a build of vLLM such as cu130 or cpu")
+    return value
 
 
 def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ _MAX_NODES = 256
 _MOVES = 8
 # What an engine over several nodes must hold more, since its ranks wait for the network.
 _FARTHER = 1.25
+# Nodes of one engine that are tried so that none is idle, even if half as many would do.
+_WIDE = 8
 # Layouts that are looked at to name the next best.
 _OTHERS = 4
 
@@ -65,6 +67,17 @@ class Fleet:
             total += used * self.trials[card].sequences
             engines -= used
         return total
+
+    def even(self, engines: int) -> float:
+        """Sequences that so many engines hold when each gets as many, as a balancer hands them out."""
+        if self.trials is None:
+            return math.inf
+        used, left = [], engines
+        for card, number in self.in_order():
+            if left > 0:
+                used.append(self.trials[card].sequences)
+            left -= number
+        return engines * min(used, default=0.0)
 
     def slots(self, engines: int) -> float:
         """Sequences that so many engines run at a time, whatever room they have."""
@@ -207,9 +220,16 @@ class Search(Pricer):
 
     def enough(self, fleet: Fleet, engines: int) -> bool:
         """Whether so many engines hold the sequences."""
+        return self._holds(fleet, engines, fleet.sequences(engines))
+
+    def enough_each(self, fleet: Fleet, engines: int) -> bool:
+        """The same, where every engine holds as much as the others get."""
+        return self._holds(fleet, engines, fleet.even(engines))
+
+    def _holds(self, fleet: Fleet, engines: int, held: float) -> bool:
         if self.need is None:
-            return fleet.sequences(engines) >= FLOOR * engines * fleet.layout.data
-        return min(fleet.sequences(engines), fleet.slots(engines)) >= self.need
+            return held >= FLOOR * engines * fleet.layout.data
+        return min(held, fleet.slots(engines)) >= self.need
 
     def all(self, fleet: Fleet) -> int:
         return self.fixed or fleet.available
@@ -239,14 +259,18 @@ class Search(Pricer):
         found = []
         for world in range(1, self.room + 1):
             if not self.model.is_moe:
-                tensor = next((size for size in self.tensors if world % size == 0), None)
+                pinned = self.request.pipeline
+                sizes = (size for size in self.tensors if world % size == 0 and pinned in (None, world // size))
+                tensor = next(sizes, None)
                 if tensor is not None:
                     found += list(self.layouts(tensor, world // tensor))
                 continue
             for tensor in self.tensors:
                 if world % tensor == 0:
                     rest = world // tensor
-                    stages = self.request.pipeline or 1
+                    data = self.request.data
+                    # Pinned ranks leave stages as the only way to more GPUs.
+                    stages = self.request.pipeline or (rest // data if data and rest % data == 0 else 1)
                     if rest % stages == 0:
                         found += list(self.layouts(tensor, stages, rest // stages))
         return found
@@ -271,6 +295,8 @@ class Search(Pricer):
     def throughput(self) -> tuple[Fleet, int] | None:
         """The most engines (or data-parallel ranks) that together still hold the sequences."""
         best: tuple[float, Fleet] | None = None
+        # Holds what is asked, but only if engines on smaller GPUs get less than the others.
+        uneven: Fleet | None = None
         widest: Fleet | None = None
         for bound, layout in self.ranked():
             if best is not None and bound <= best[0]:
@@ -281,19 +307,59 @@ class Search(Pricer):
             engines = self.all(fleet)
             if not self.enough(fleet, engines):
                 self.narrow.append((layout, engines, fleet.sequences(engines)))
-                if widest is None or fleet.sequences(engines) > widest.sequences(self.all(widest)):
+                if widest is None or self._served(fleet) > self._served(widest):
                     widest = fleet
+                continue
+            if not self.enough_each(fleet, engines):
+                uneven = uneven or fleet
                 continue
             value = self.useful(layout, engines)
             if best is None or value > best[0]:
                 best = value, fleet
-        if best is not None:
-            return best[1], self.all(best[1])
-        across = self.across(lambda fleet: self.enough(fleet, self.all(fleet)))
+        inside = uneven if best is None else best[1]
+        if inside is not None:
+            return inside, self.all(inside)
+        across = self._fuller(self.across(lambda fleet: self.enough(fleet, self.all(fleet))))
         if across is not None and (widest is None or self._reaches(across, widest)):
             widest = across
         widest = widest or self.unequal()
         return None if widest is None else (widest, self.all(widest))
+
+    def _served(self, fleet: Fleet) -> tuple[float, float]:
+        """Sequences of what is asked that run at once, and the room for more."""
+        engines = self.all(fleet)
+        held = fleet.sequences(engines)
+        return (held if self.need is None else min(held, fleet.slots(engines))), held
+
+    def _fuller(self, found: Fleet | None) -> Fleet | None:
+        """Engines over more nodes where these leave some idle and wider ones have more data-parallel ranks at work."""
+        if found is None or found.trials is None or found.layout.data == 1 or not self.enough(found, self.all(found)):
+            return found
+        card = next(iter(found.numbers))
+        nodes = len(self.by_card[card])
+        fewest = used = self.nodes_of(found)
+
+        def worth(fleet: Fleet) -> tuple[float, float]:
+            return self.useful(fleet.layout, self.all(fleet)), fleet.sequences(self.all(fleet))
+
+        for number in range(fewest + 1, min(nodes, max(2 * fewest, _WIDE)) + 1):
+            if used * self.all(found) >= nodes:
+                break
+            for layout in self.layouts_across(card, number):
+                fleet = self.fleet(layout) if layout.data > 1 else None
+                if fleet is None or fleet.trials is None or not self.enough(fleet, self.all(fleet)):
+                    continue
+                if all(more > less for more, less in zip(worth(fleet), worth(found), strict=True)):
+                    found, used = fleet, number
+                break
+        return found
+
+    def nodes_of(self, fleet: Fleet) -> int:
+        """Nodes of one engine, which takes as many GPUs of each."""
+        unit, units, equal = self.units(fleet.layout)
+        card = next(iter(fleet.numbers))
+        placed = pack(self.by_card[card], unit, units, equal=equal)
+        return len(by_node(placed[0])) if placed else 1
 
     def _reaches(self, across: Fleet, inside: Fleet) -> bool:
         """Whether engines over several nodes hold what those inside of one don't, or at least much more of it."""
@@ -318,21 +384,28 @@ class Search(Pricer):
 
     def _fast_inside(self) -> Iterator[Layout]:
         """Engines inside a node by speed: the largest tensor size first, stages only where more GPUs are needed."""
-        if not self.tensors or self.tensors[0] > self.room:
-            return
-        tensor = self.tensors[0]
         data = (self.request.data or 1) if self.model.is_moe else 1
-        for stages in range(1, self.room // tensor + 1):
-            yield from self.layouts(tensor, stages, data)
+        most = 0
+        for tensor in self.tensors:
+            for stages in [self.request.pipeline] if self.request.pipeline else range(1, self.room // tensor + 1):
+                # A smaller tensor size only where it reaches more GPUs.
+                if tensor * stages <= most:
+                    continue
+                found = [each for each in self.layouts(tensor, stages, data) if self._inside(each) >= (self.fixed or 1)]
+                yield from found
+                most = tensor * stages if found else most
+
+    def _inside(self, layout: Layout) -> int:
+        return sum(self.engines_inside(layout, card) for card in self.by_card)
 
     def capacity(self) -> tuple[Fleet, int] | None:
         """The longest context and the most room in one engine, over the fewest nodes that give the whole context."""
         best: tuple[tuple[float, ...], Fleet] | None = None
-        for layout in self.inside():
-            world = layout.world * layout.data
-            # Half of a node's GPUs only hold less.
-            if not any(size // world == 1 for sizes in self.sizes.values() for size in sizes):
-                continue
+        layouts = [each for each in self.inside() if self._inside(each) >= (self.fixed or 1)]
+        sizes = {size for sizes in self.sizes.values() for size in sizes}
+        # Half of a node's GPUs only hold less; pinned sizes may leave no other choice.
+        whole = [each for each in layouts if any(size // (each.world * each.data) == 1 for size in sizes)]
+        for layout in whole or layouts:
             fleet = self.fleet(layout, self.fixed or 1)
             if fleet is None or fleet.trials is None:
                 continue
@@ -399,6 +472,8 @@ class Search(Pricer):
                 tensors.reverse()
             for tensor in tensors:
                 ranks = nodes * (least // (tensor * (self.request.pipeline or 1)))
+                if (pinned := self.request.data) is not None:
+                    ranks = pinned if pinned <= ranks and pinned % nodes == 0 else 0
                 if ranks > 1:
                     found += list(self.layouts(tensor, self.request.pipeline or 1, ranks))
         options = []
@@ -436,7 +511,9 @@ class Search(Pricer):
             if nodes not in tried:
                 fleets = (self.fleet(layout) for layout in self.layouts_across(card, nodes, data=data))
                 usable = [fleet for fleet in fleets if fleet is not None]
-                tried[nodes] = next((fleet for fleet in usable if good(fleet)), usable[0] if usable else None)
+                tried[nodes] = next((fleet for fleet in usable if good(fleet)), None) or max(
+                    usable, key=lambda fleet: fleet.sequences(self.all(fleet)), default=None
+                )
             return tried[nodes]
 
         def fine(nodes: int) -> bool:

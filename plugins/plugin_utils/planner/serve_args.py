@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .errors import PlannerError
+from .errors import PlannerError, short
 
 _DATA = Path(__file__).parent / "data"
 _PREFIX = "serve_flags_"
@@ -70,6 +70,17 @@ _PLAN_FLAGS = (
     ("kv_cache_dtype", "--kv-cache-dtype"),
     ("speculative_config", "--speculative-config"),
 )
+# Flags of vLLM 0.19 to 0.31 that the listed versions no longer have.
+_OLDER_FLAGS = (
+    "calculate_kv_scales",
+    "enable_bf16x3_router_gemm",
+    "max_long_partial_prefills",
+    "max_num_partial_prefills",
+    "override_attention_dtype",
+)
+# Keys of an engine's description that are no flags.
+_BESIDE_FLAGS = ("pp_layer_partition", "vllm_version")
+_PARTITION = "VLLM_PP_LAYER_PARTITION"
 # Values that mean the same as leaving the flag out.
 _UNSAID: dict[str, Any] = {
     "data_parallel_size": 1,
@@ -149,6 +160,48 @@ def engine_flags(args: Mapping[str, Any], version: str) -> dict[str, Any]:
     return {name[2:].replace("-", "_"): value for name, value in check_args(args, version).items()}
 
 
+@lru_cache(maxsize=1)
+def _engine_keys() -> dict[str, str]:
+    """Every spelling of a flag of any known version in snake_case, and its key."""
+    keys = {key: key for key in (*_OLDER_FLAGS, *_BESIDE_FLAGS)}
+    for version in versions():
+        for spelling, name in _load(version)[1].items():
+            keys[_snake(spelling)] = _snake(name)
+    return keys
+
+
+def _snake(name: str) -> str:
+    return name.strip().lstrip("-").replace("-", "_")
+
+
+def engine_keys(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of an engine with every key as its flag in snake_case; raises on the first unknown key.
+
+    Hyphens and short names count as the flag that they mean. Names of environment variables are kept as they are.
+    """
+    known = _engine_keys()
+    found: dict[str, Any] = {}
+    for key, value in engine.items():
+        shown = short(key)
+        if isinstance(key, str) and key.startswith("VLLM_"):
+            name = "pp_layer_partition" if key == _PARTITION else key
+        elif isinstance(key, str) and _snake(key) in known:
+            name = known[_snake(key)]
+        else:
+            snake = _snake(str(key)[:100])
+            close = difflib.get_close_matches(snake, known, n=1, cutoff=0.6)
+            hint = "Use the flags of `vllm serve` in snake_case."
+            if snake.startswith("no_") and snake[3:] in known:
+                hint = f"Write {known[snake[3:]]}: false instead."
+            elif close:
+                hint = f"Did you mean {known[close[0]]!r}?"
+            raise PlannerError(f"engine: {shown} is no flag of vLLM.", hint, f"engine.{str(key)[:100]}")
+        if name in found:
+            raise PlannerError(f"engine: {shown} says {name} twice.", "Remove one of them.", f"engine.{key}")
+        found[name] = value
+    return found
+
+
 def serve_args(
     plan: Mapping[str, Any],
     version: str,
@@ -162,7 +215,7 @@ def serve_args(
     master_addr: str | None = None,
     master_port: int | None = None,
     data_parallel_size_local: int | None = None,
-    data_parallel_start_rank: int = 0,
+    data_parallel_start_rank: int | None = None,
 ) -> list[str]:
     """What follows `vllm serve`, one element an argument.
 
@@ -181,8 +234,16 @@ def serve_args(
             continue
         argv += _render(flag, args.pop(flag, value), version)
     if nnodes > 1:
-        if master_addr is None or master_port is None:
-            raise PlannerError("An engine over several nodes without Ray needs master_addr and master_port.")
+        _check_meeting(
+            plan,
+            {
+                "master_addr": master_addr,
+                "master_port": master_port,
+                "data_parallel_size_local": data_parallel_size_local,
+                # The first node has the first ranks.
+                "data_parallel_start_rank": data_parallel_start_rank if node_rank else 0,
+            },
+        )
         meeting: tuple[tuple[str, Any], ...] = (
             ("--nnodes", nnodes),
             ("--node-rank", node_rank),
@@ -204,6 +265,20 @@ def serve_args(
     for flag, value in sorted(args.items()):
         argv += _render(flag, value, version)
     return argv
+
+
+def _check_meeting(plan: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise unless everything is there that tells a node where its engine meets, and which ranks are its own."""
+    data = plan.get("data_parallel_size") or 1
+    wanted = list(options) if data > 1 else ["master_addr", "master_port"]
+    missing = [name for name in wanted if options[name] is None]
+    if not missing:
+        return
+    what = "An engine over several nodes without Ray"
+    if data > 1:
+        local = "data_parallel_size_local is the number of ranks on this node, data_parallel_start_rank its first"
+        raise PlannerError(f"{what} and with {data} data-parallel ranks needs {', '.join(missing)}.", f"{local}.")
+    raise PlannerError(f"{what} needs {', '.join(missing)}.", "Both are those of its first node.")
 
 
 def _render(flag: str, value: Any, version: str) -> list[str]:

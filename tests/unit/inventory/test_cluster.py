@@ -653,6 +653,22 @@ def test_data_parallel_ranks_over_nodes_meet_without_ray() -> None:
     assert second["meeting_port"] is None
 
 
+@pytest.mark.parametrize("fabric", ["auto", "tcp", "infiniband", "roce"])
+def test_every_fabric_that_joins_nodes_can_be_planned(fabric: str) -> None:
+    _, problems = run({host: values | {"fabric_type": fabric} for host, values in lab().items()})
+    assert problems == []
+
+
+def test_nodes_of_an_engine_agree_on_the_fabric() -> None:
+    hosts = lab()
+    hosts["n2"]["fabric_type"] = "infiniband"
+    _, problems = run(hosts)
+    assert [(problem.host, problem.variable) for problem in problems] == [("n3", "fabric_type")]
+    # On a node of its own an engine needs none.
+    alone = lab(nodes=["n3"], parallelism={"tensor": 2, "pipeline": 1}, executor="mp")
+    assert run({host: values | {"fabric_type": "nvlink"} for host, values in alone.items()})[1] == []
+
+
 def test_the_drafter_is_priced_where_its_config_is_known(tmp_path: Path) -> None:
     hosts = lab(
         parallelism=None, executor=None, nodes=["n2"], speculative={"method": "draft_model", "model": "org/small"}
@@ -677,3 +693,28 @@ def test_the_drafter_is_priced_where_its_config_is_known(tmp_path: Path) -> None
     with_draft, warnings = figures(tmp_path)
     assert with_draft > without_draft + 10
     assert not any("org/small" in text for text in warnings)
+
+
+def test_an_empty_inventory_is_an_error() -> None:
+    plan, problems = run({}, {})
+    assert plan == {}
+    (problem,) = problems
+    assert (problem.variable, problem.problem) == ("inventory", "names no host")
+    assert "-i inventories/prod" in problem.remedy
+
+
+def test_gpus_without_a_count_are_told() -> None:
+    hosts = lab(parallelism={"tensor": 1, "pipeline": 2})
+    for name in ("n2", "n3"):
+        hosts[name]["gpus"] = {"name": "slot", "memory_total_mib": 4096}
+    plan, problems = run(hosts)
+    assert not problems
+    assert "n2, n3: gpus has no count, which means one GPU a node" in plan["warnings"]
+    assert not any("count" in text for text in run(lab())[0]["warnings"])
+
+
+def test_nodes_without_a_free_gpu_name_who_takes_them() -> None:
+    _, problems = run(two(lab(), nodes=["n2", "n3"], port=8001))
+    (problem,) = [item for item in problems if item.variable == "vllm_instances.zwei.nodes"]
+    assert problem.problem == "every GPU of n2, n3 is taken by tiny"
+    assert "pin smaller sizes of tiny" in problem.remedy

@@ -143,6 +143,15 @@ def test_values_are_short_and_nested_secrets_hidden() -> None:
     assert "swordfish" not in show({"a": [{"api_key": "swordfish"}]})
     assert "swordfish" not in show({"args": {"api-key": "swordfish"}})
     assert show("swordfish", "vllm_instances.a.args.api-key") == "(hidden)"
+    assert show("swordfish", "vllm_secret_environment.a.HF_TOKEN") == "(hidden)"
+    # A count of tokens is no secret.
+    for name in (
+        "args.max-num-batched-tokens",
+        "speculative.num_speculative_tokens",
+        "args.long-prefill-token-threshold",
+    ):
+        assert show(8192, name) == "8192"
+    assert show({"max_num_batched_tokens": 1, "tokenizer": "x"}) == '{"max_num_batched_tokens": 1, "tokenizer": "x"}'
 
 
 @pytest.mark.parametrize(

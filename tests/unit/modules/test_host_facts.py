@@ -81,6 +81,7 @@ def test_two_h200(facts: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "mig": False,
         "ecc": True,
         "numa_node": 1,
+        "bridges": [],
     }
     assert about == {
         "driver_version": "580.159.04",
@@ -162,7 +163,11 @@ def test_rdma_port(facts: ModuleType, tmp_path: Path) -> None:
     (port / "gid_attrs/ndevs/0").write_text("ens1f0np0\n")
     for name, text in (("state", "4: ACTIVE"), ("link_layer", "Ethernet"), ("rate", "400 Gb/sec (4X NDR)")):
         (port / name).write_text(text + "\n")
+    device = tmp_path / "sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:18:00.0"
+    device.mkdir(parents=True)
+    (port.parent.parent / "device").symlink_to(device)
     (found,) = facts.rdma_facts(str(tmp_path))
+    assert (found["pci"], found["bridges"]) == ("0000:18:00.0", ["0000:15:01.0", "0000:16:00.0"])
     assert (found["device"], found["port"], found["state"]) == ("mlx5_0", 1, "ACTIVE")
     assert (found["link_layer"], found["rate_gbit"], found["interfaces"]) == ("Ethernet", 400.0, ["ens1f0np0"])
 

@@ -174,13 +174,18 @@ def test_without_a_known_version_the_branch_is_coupled() -> None:
     assert found["nvidia-driver-cuda"] == ("580.*", "driver")
 
 
-def test_the_distributions_packages_are_taken_as_they_are() -> None:
+def test_the_distributions_packages_are_of_its_branch() -> None:
     request = {"nvidia_driver_source": "distribution", "python_env_variant": "cu129"}
-    assert set(versions(good(host(), **request)).values()) == {("", "")}
+    found = versions(good(host(), **request))
+    # What another source has left in a newer version would otherwise do.
+    assert found["libcuda1"] == found["nvidia-persistenced"] == ("535.*", "")
+    # Left out, it would be that of the other source, or one of a branch for old GPUs.
+    assert found["libnvidia-cfg1"] == ("535.*", "")
+    assert found["linux-headers-6.1.0-40-amd64"] == ("", "")
     found = versions(good(host(), **request, nvidia_driver_version="535.261.03"))
     assert found["libcuda1"] == found["nvidia-smi"] == ("535.261.03-*", "driver")
     # Debian numbers them apart from its driver.
-    assert found["nvidia-persistenced"] == found["nvidia-modprobe"] == ("", "")
+    assert found["nvidia-persistenced"] == found["nvidia-modprobe"] == ("535.*", "")
     problems = stack(host(), request | {"nvidia_driver_version": "550.163.01"})["problems"]
     assert [problem["variable"] for problem in problems] == ["nvidia_driver_version"]
 
@@ -274,6 +279,15 @@ def test_a_module_of_another_version_is_none() -> None:
     release = "6.1.0-40-amd64"
     facts = host(kernels=[kernel(release)], dkms=[built(release, "570.211.01")])
     assert [entry["kernel"] for entry in good(facts)["unbuilt"]] == [release]
+    # Nor is one that another source has left, although nothing of DKMS is wanted.
+    debians = {
+        "nvidia_driver_source": "distribution",
+        "python_env_variant": "cu129",
+        "nvidia_driver_packages": ["libcuda1"],
+    }
+    assert [entry["kernel"] for entry in good(facts, **debians)["unbuilt"]] == [release]
+    facts["dkms"][0]["version"] = "535.309.01"
+    assert good(facts, **debians)["unbuilt"] == []
     # Where DKMS knows nothing, the file is all there is to go by.
     assert good(host(kernels=[kernel(release)], dkms=[]))["unbuilt"] == []
 

@@ -16,6 +16,7 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors impor
     UnsupportedArchitectureError,
 )
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.estimate import estimate
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.serve_args import engine_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,3 +208,53 @@ def test_speed(model_config, benchmark) -> None:
     config = model_config("moe_128_experts")
     benchmark(estimate, config, H200, {"tensor_parallel_size": 4, "vllm_version": "0.33.0"})
     assert benchmark.stats.stats.median < 0.005
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"tensor_paralel_size": 4}, ["tensor_paralel_size", "Did you mean 'tensor_parallel_size'"]),
+        ({"foo": 1}, ["'foo' is no flag of vLLM", "snake_case"]),
+        ({"max-modl-len": 1}, ["Did you mean 'max_model_len'"]),
+        ({"no_enable_prefix_caching": True}, ["Write enable_prefix_caching: false instead"]),
+        ({"tensor_parallel_size": 2, "tensor-parallel-size": 4}, ["tensor_parallel_size twice"]),
+        ({3: 4}, ["3 is no flag"]),
+    ],
+)
+def test_unknown_keys_of_an_engine(model_config, engine, words) -> None:
+    with pytest.raises(PlannerError) as caught:
+        estimate(model_config("dense_8b"), H200, engine)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_every_spelling_of_a_flag_counts(model_config) -> None:
+    wanted = estimate(model_config("dense_8b"), H200, {"tensor_parallel_size": 2, "max_model_len": 8192})
+    for name in ("tensor-parallel-size", "--tensor-parallel-size", "tp"):
+        assert estimate(model_config("dense_8b"), H200, {name: 2, "max-model-len": 8192}) == wanted
+    # Flags that decide no memory, flags of other versions and the environment are no mistakes.
+    others = {"seed": 1, "override_attention_dtype": "auto", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    assert estimate(model_config("dense_8b"), H200, {"tp": 2, "max_model_len": 8192, **others}) == wanted
+    uneven = estimate(model_config("dense_8b"), H200, {"pp": 2, "VLLM_PP_LAYER_PARTITION": "20,12"})
+    assert uneven["ranks"][0]["weights_gib"] > uneven["ranks"][1]["weights_gib"]
+
+
+def test_every_flag_that_decides_memory_is_a_known_key() -> None:
+    assert estimate_flags() - {"auto_length"} <= set(engine_keys(dict.fromkeys(estimate_flags() - {"auto_length"})))
+
+
+def test_versions_beyond_those_described_are_told(model_config) -> None:
+    known = estimate(model_config("dense_8b"), H200, {"vllm_version": "0.33.1"})
+    newer = estimate(model_config("dense_8b"), H200, {"vllm_version": "0.34.0"})
+    assert not any("newer" in text for text in known["assumptions"])
+    assert any("newer" in text for text in newer["assumptions"])
+    assert newer["margin"] > known["margin"]
+
+
+def test_gpus_of_other_makers_are_estimated_with_a_caveat_and_never_planned(model_config) -> None:
+    found = estimate(model_config("dense_8b"), {"name": "AMD Instinct MI300X", "memory_total_mib": 196608})
+    assert any("no NVIDIA GPU" in text for text in found["assumptions"])
+
+
+def test_large_bounds_are_written_out(model_config) -> None:
+    with pytest.raises(PlannerError, match="between 1 and 4294967296"):
+        estimate(model_config("dense_8b"), {"name": "NVIDIA H200", "memory_total_mib": 0})

@@ -131,3 +131,24 @@ def test_with_the_real_planner(model_config) -> None:
     again = plan(config, nodes(found["then"]["nodes"]), **{**request, "concurrency": 640})
     assert room(again) >= 640
     json.dumps(found, allow_nan=False)
+
+
+def test_engines_inside_nodes_are_not_traded_for_one_over_many(model_config) -> None:
+    """Fewer nodes would hold the sequences in one engine over all of them; that is a note, and not the answer."""
+    config, request = model_config("dense_72b"), {"concurrency": 8, "context_length": 16384}
+
+    def rack(count: int) -> list[dict[str, Any]]:
+        gpus = [{"name": "NVIDIA H100 80GB HBM3", "memory_total_mib": 81559}] * 4
+        return [{"name": f"n{i}", "gpus": gpus, "inter_node": "infiniband"} for i in range(1, count + 1)]
+
+    today = plan(config, rack(1), **request)
+    found = grow(config, rack(1), request, today, 10)
+    count = found["then"]["nodes"]
+    then = plan(config, rack(count), **{**request, "concurrency": 80})
+    assert [len(replica["nodes"]) for replica in then["replicas"]] == [1] * len(then["replicas"])
+    assert (count, found["note"].split(",")[0]) == (3, "2 nodes would hold them too")
+    assert then["warnings"] == []
+    # The warning of a plan that holds too few counts engines of today's flags, which comes to almost the same.
+    (warning,) = [text for text in plan(config, rack(1), **{**request, "concurrency": 80})["warnings"] if "fit" in text]
+    gpus = int(warning.split(" GPUs of this kind")[0].split()[-1])
+    assert gpus == pytest.approx(found["then"]["gpus"], rel=0.1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 H200 = {"name": "NVIDIA H200", "memory_total_mib": 143771}
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_total_mib": 81559}
+A100_40 = {"name": "NVIDIA A100-SXM4-40GB", "memory_total_mib": 40960}
 L4 = {"name": "NVIDIA L4", "memory_total_mib": 23034}
 
 
@@ -93,12 +95,12 @@ def test_tensor_across_nodes_needs_a_fast_fabric(model_config) -> None:
         ({"parallelism": {"tenzor": 2}}, "parallelism.tenzor", ["tensor"]),
         ({"args": {"tensor-parallel-size": 2}}, "args.tensor-parallel-size", ["parallelism.tensor"]),
         ({"args": {"gpu-memry-utilization": 0.9}}, "args.gpu-memry-utilization", ["gpu-memory-utilization"]),
-        ({"args": {"max-num-seqs": 8}, "concurrency": 16}, "concurrency", ["8", "16"]),
         ({"disaggregation": {"prefill": "a"}}, "disaggregation", ["not served"]),
         ({"objective": "speed"}, "objective", ["throughput"]),
         ({"executor": "slurm"}, "executor", ["auto, ray, mp"]),
         ({"concurrency": -1}, "concurrency", ["-1"]),
         ({"contxt": 1}, "contxt", ["context_length"]),
+        ({"contxt_length": 1}, "contxt_length", ["Did you mean 'context_length'?"]),
         ({"environment": {"VLLM_PP_LAYER_PARTITION": "40,41"}}, "parallelism.pipeline", ["sum(partitions)=81"]),
         (
             {"environment": {"VLLM_PP_LAYER_PARTITION": "30,30,20"}, "parallelism": {"tensor": 4, "pipeline": 2}},
@@ -326,13 +328,117 @@ def test_what_is_asked_and_not_held_is_told_with_what_would(model_config, name, 
     (warning,) = [text for text in result["warnings"] if text.startswith("concurrency = ")]
     assert f"only {result['sequences']:.1f} sequences fit; the others wait" in warning
     assert result["sequences"] < request_["concurrency"]
-    length = int(warning.split("context_length: ")[1].split(";")[0].rstrip("."))
-    shorter = plan(config, nodes(2), **{**request_, "context_length": length})
-    assert not any(text.startswith("concurrency = ") for text in shorter["warnings"])
+    # A context of a few tokens is no advice to somebody who wants long ones.
+    assert ("context_length: " in warning) == (name != "moe_128_experts")
+    if "context_length: " in warning:
+        length = int(warning.split("context_length: ")[1].split(";")[0].rstrip("."))
+        assert length >= request_["context_length"] // 8
+        shorter = plan(config, nodes(2), **{**request_, "context_length": length})
+        assert not any(text.startswith("concurrency = ") for text in shorter["warnings"])
     if "GPUs of this kind" in warning:
         gpus = int(warning.split(" GPUs of this kind")[0].split()[-1])
         more = plan(config, nodes(*[2] * -(-gpus // 2)), **request_)
         assert not any(text.startswith("concurrency = ") for text in more["warnings"])
+
+
+def test_few_slots_are_a_warning_and_count_over_all_schedulers(model_config) -> None:
+    asked = {"concurrency": 64, "context_length": 8192}
+    config = model_config("dense_8b")
+    enough = plan(config, nodes(8), args={"max-num-seqs": 8}, **asked)
+    assert (len(enough["replicas"]), enough["max_num_seqs"]) == (8, 8)
+    assert not any(text.startswith("concurrency = ") for text in enough["warnings"])
+    few = plan(config, nodes(8), args={"max-num-seqs": 4}, **asked)
+    assert len(few["replicas"]) == 8
+    (warning,) = [text for text in few["warnings"] if text.startswith("concurrency = ")]
+    assert "only 32 run at a time (max_num_seqs 4)" in warning
+    assert "Would fit: args: {max-num-seqs: 8}" in warning
+    assert "16 GPUs of this kind" in warning
+
+
+def test_no_node_idles_where_wider_engines_would_use_it(model_config) -> None:
+    """Two nodes hold what is asked, three have more data-parallel ranks and hold more."""
+    asked = {"concurrency": 16, "context_length": 4096}
+    config = model_config("moe_128_experts")
+    two = plan(config, nodes(2, 2, gpu=L4, fabric="infiniband"), **asked)
+    assert len(two["replicas"][0]["nodes"]) == 2
+    three = plan(config, nodes(2, 2, 2, gpu=L4, fabric="infiniband"), **asked)
+    assert [len(replica["nodes"]) for replica in three["replicas"]] == [3]
+    assert three["data_parallel_size"] > two["data_parallel_size"]
+    assert three["sequences"] > two["sequences"]
+    assert not any("without work" in text for text in three["warnings"])
+    # More ranks than sequences would have nothing to do; what would use the node all the same is told.
+    few = plan(config, nodes(2, 2, 2, gpu=L4, fabric="infiniband"), **{**asked, "concurrency": 4})
+    (idle,) = [text for text in few["warnings"] if "without work" in text]
+    assert "n3 (all 2)" in idle
+    assert "parallelism: {tensor: 1, data: 6}" in idle
+    pinned = plan(config, nodes(2, 2, 2, gpu=L4, fabric="infiniband"), parallelism={"tensor": 1, "data": 6}, **asked)
+    assert pinned["replicas"][0]["nodes"] == ["n1", "n2", "n3"]
+
+
+def test_an_even_share_must_fit_the_smaller_gpus(model_config) -> None:
+    """Together they hold what is asked, but the balancer gives an engine on a small GPU as much as the others."""
+    pins = {"tensor": 1, "pipeline": 1, "data": 8}
+    mixed = [*nodes(4), {"name": "s1", "gpus": [A100_40] * 4, "inter_node": "tcp"}]
+    result = plan(model_config("dense_8b"), mixed, concurrency=100, context_length=16384, parallelism=pins)
+    (warning,) = [text for text in result["warnings"] if text.startswith("concurrency = ")]
+    assert "an even share of the 8 engines is 12.5 sequences" in warning
+    assert "NVIDIA A100-SXM4-40GB" in warning
+    fits = int(warning.split("Would fit: concurrency: ")[1].split(";")[0])
+    less = plan(model_config("dense_8b"), mixed, concurrency=fits, context_length=16384, parallelism=pins)
+    assert not any("even share" in text for text in less["warnings"])
+
+
+def test_a_doubtful_concurrency_is_told(model_config) -> None:
+    config, request = model_config("dense_8b"), {"context_length": 4096}
+    rough = math.floor(plan(config, nodes(1), concurrency=8, **request)["sequences"])
+    held = plan(config, nodes(1), concurrency=rough, **request)["estimate"]
+    close = math.floor(held["max_concurrency"])
+    assert close > held["max_concurrency"] * (1 - held["margin"])
+    tight = plan(config, nodes(1), concurrency=close, **request)
+    assert any("lower end of its margin" in text for text in tight["warnings"])
+    sure = math.floor(close * (1 - 2 * held["margin"]))
+    assert plan(config, nodes(1), concurrency=sure, **request)["warnings"] == []
+
+
+def test_the_smallest_utilization_that_fits_is_advised(model_config) -> None:
+    config, asked = model_config("dense_8b"), {"context_length": 8192, "concurrency": 4}
+
+    def tried(share: float) -> dict:
+        return plan(config, nodes(1, gpu=L4), args={"gpu-memory-utilization": share}, **asked)
+
+    with pytest.raises(PlannerError) as caught:
+        tried(0.3)
+    least = float(caught.value.remedy.split("Set gpu-memory-utilization to ")[1].split()[0])
+    assert tried(least)["estimate"]["fits"]
+    with pytest.raises(PlannerError):
+        tried(round(least - 0.01, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "words"),
+    [
+        ("AMD Instinct MI300X", {}, ["node n1", "AMD Instinct MI300X", "no NVIDIA GPU"]),
+        ("Tesla V100-SXM2-32GB", {"variant": "cu130"}, ["V100", "compute capability 7.0", "cu130", "7.5"]),
+        ("Tesla P40", {}, ["P40", "compute capability 6.1"]),
+    ],
+)
+def test_gpus_on_which_vllm_does_not_run(model_config, name, request_, words) -> None:
+    gpu = {"name": name, "memory_total_mib": 196608}
+    with pytest.raises(PlannerError) as caught:
+        plan(model_config("dense_8b"), nodes(2, gpu=gpu), **request_)
+    assert caught.value.key == "nodes.n1.gpus"
+    assert all(word in str(caught.value) for word in words)
+    # Slots of the CPU build have any name.
+    assert plan(model_config("dense_8b"), nodes(2, gpu=gpu), variant="cpu")["replicas"]
+
+
+def test_an_unknown_gpu_is_told(model_config) -> None:
+    result = plan(model_config("dense_8b"), nodes(1, gpu={"name": "NVIDIA RTX 9090", "memory_total_mib": 49152}))
+    assert any("NVIDIA RTX 9090: not a GPU that is known" in text for text in result["warnings"])
+    assert any("NVIDIA RTX 9090 is not known" in text for text in result["estimate"]["assumptions"])
+    known = plan(model_config("dense_8b"), nodes(1))
+    assert not any("not a GPU" in text or "not known" in text for text in known["warnings"])
+    assert not any("not known" in text for text in known["estimate"]["assumptions"])
 
 
 def test_more_sequences_than_a_step_can_hold_wait(model_config) -> None:
@@ -481,3 +587,38 @@ def test_experts_are_spread_over_data_parallel_ranks(model_config) -> None:
     assert (result["data_parallel_size"], result["tensor_parallel_size"]) == (8, 1)
     assert result["enable_expert_parallel"]
     assert len(result["replicas"]) == 1
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency", "capacity"])
+@pytest.mark.parametrize(
+    "pinned", [{"pipeline": 2}, {"data": 2}, {"tensor": 1, "pipeline": 1}, {"tensor": 2, "pipeline": 2}, {"tensor": 4}]
+)
+def test_pinned_sizes_that_fit_in_a_node_are_planned(model_config, objective, pinned) -> None:
+    found = plan(model_config("dense_8b"), nodes(8), objective=objective, parallelism=pinned)
+    for key, size in pinned.items():
+        # A dense model's data size is its number of replicas.
+        got = len(found["replicas"]) if key == "data" else found[f"{key}_parallel_size"]
+        assert got == size
+
+
+def test_pinned_data_of_experts_leaves_gpus_to_stages(model_config) -> None:
+    """57 GiB of weights on eight cards of 24 GiB: only stages make them fit."""
+    small = {"name": "NVIDIA L4", "memory_total_mib": 23034}
+    found = plan(model_config("moe_128_experts"), nodes(8, gpu=small), parallelism={"tensor": 1, "data": 1})
+    assert (found["tensor_parallel_size"], found["data_parallel_size"]) == (1, 1)
+    assert found["pipeline_parallel_size"] > 2
+
+
+def test_experts_pinned_with_open_sizes_keep_their_features(model_config) -> None:
+    found = plan(model_config("moe_128_experts"), nodes(8), parallelism={"expert": True}, args={"enable-eplb": True})
+    assert found["enable_expert_parallel"]
+
+
+def test_capacity_is_an_engine_that_holds_everything_and_as_many_as_there_is_room_for(model_config) -> None:
+    request = {"objective": "capacity", "context_length": 16384}
+    one = plan(model_config("dense_72b"), nodes(2, 2, 2), concurrency=10, **request)
+    assert [replica["nodes"] for replica in one["replicas"]] == [["n1"], ["n2"], ["n3"]]
+    assert one["estimate"]["max_concurrency"] >= 10
+    two = plan(model_config("dense_72b"), nodes(2, 2, 2), concurrency=40, **request)
+    assert [replica["nodes"] for replica in two["replicas"]] == [["n1", "n2"]]
+    assert two["estimate"]["max_concurrency"] >= 40

@@ -147,6 +147,14 @@ def test_text_says_everything() -> None:
     assert text.count("careful") == 1
 
 
+def test_the_margin_is_printed() -> None:
+    told = "(margin of the estimate 2.0%)"
+    assert told in render_text(document(cluster()))
+    assert told in render_html(document(cluster()))
+    without = document(cluster(estimate=figures(2, margin=None)))
+    assert "margin of the estimate" not in render_text(without)
+
+
 def test_replicas_are_told_apart() -> None:
     text = render_report(cluster(1, 1, 1, [{"n1": [0]}, {"n1": [1]}]))
     assert "2 replicas of tensor 1 x pipeline 1: 2 GPUs on 1 node" in text

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 
 import pytest
+from ansible.errors import AnsibleFilterError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.errors import PlannerError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.planner.serve_args import (
     OWNED,
@@ -131,6 +133,59 @@ def test_refused(args, words) -> None:
     assert "s3cr3t" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+DATA = {"tensor_parallel_size": 1, "data_parallel_size": 16}
+
+
+def test_data_parallel_nodes_meet() -> None:
+    both = {"nnodes": 2, "master_addr": "10.0.0.1", "master_port": 29550, "data_parallel_size_local": 8}
+    first = serve_args(DATA, VERSION, **both)
+    second = serve_args(DATA, VERSION, node_rank=1, data_parallel_start_rank=8, **both)
+    for argv in (first, second):
+        assert "--nnodes" not in argv
+        assert argv[argv.index("--data-parallel-size-local") + 1] == "8"
+        assert argv[argv.index("--data-parallel-address") + 1] == "10.0.0.1"
+        assert argv[argv.index("--data-parallel-rpc-port") + 1] == "29550"
+    assert "--data-parallel-start-rank" not in first
+    assert second[second.index("--data-parallel-start-rank") + 1] == "8"
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "missing"),
+    [
+        (DATA, {"master_addr": "10.0.0.1", "master_port": 1}, "data_parallel_size_local."),
+        (
+            DATA,
+            {"node_rank": 1, "master_addr": "10.0.0.1", "master_port": 1},
+            "data_parallel_size_local, data_parallel_start_rank.",
+        ),
+        (DATA, {}, "master_addr, master_port, data_parallel_size_local."),
+        ({}, {"master_port": 1}, "master_addr."),
+    ],
+)
+def test_what_a_node_needs_to_meet_the_others_is_named(plan, options, missing) -> None:
+    with pytest.raises(PlannerError, match="over several nodes without Ray") as caught:
+        serve_args(plan, VERSION, nnodes=2, **options)
+    assert caught.value.problem.endswith(f"needs {missing}")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "options", "words"),
+    [
+        ("serve_args", ({},), {}, ["version is missing", "0.33.0"]),
+        ("serve_args", ({}, VERSION), {"noodes": 2}, ["noodes is no option", "nnodes"]),
+        ("estimate", ({},), {}, ["the GPU is one or a list"]),
+        ("estimate", ({}, {}), {"max_model_len": 1}, ["max_model_len is no option", "engine"]),
+        ("plan", ({},), {}, ["nodes is missing"]),
+        ("plan", ({}, []), {"contxt_length": 1}, ["contxt_length"]),
+    ],
+)
+def test_filters_refuse_wrong_arguments_in_words(name, arguments, options, words) -> None:
+    module = importlib.import_module(f"ansible_collections.ironrack.vllm.plugins.filter.{name}")
+    with pytest.raises(AnsibleFilterError) as caught:
+        module.FilterModule().filters()[name](*arguments, **options)
+    assert all(word in str(caught.value) for word in [f"ironrack.vllm.{name}", *words]), caught.value
 
 
 def test_unknown_version() -> None:

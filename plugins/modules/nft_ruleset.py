@@ -1,0 +1,429 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: nft_ruleset
+short_description: Put a node's firewall in force without locking anybody out
+version_added: 0.1.0
+description:
+  - Replaces the nftables table C(inet ironrack) in one step, and leaves every other table alone.
+  - >-
+    Before that a roll-back is armed on the node. Then a fresh SSH connection is opened: only over it can the new rules
+    be confirmed. When it does not come through in time, the node takes the old rules back by itself and the task fails.
+  - >-
+    What is confirmed is kept in C(/etc/ironrack/firewall.nft), which C(ironrack-firewall.service) loads at boot before
+    the network is up, and again whenever C(nftables.service) is restarted.
+  - Whoever is connected at the moment is let in by SSH as well.
+author:
+  - The ironrack authors
+options:
+  rules:
+    description:
+      - The rules, from the filter P(ironrack.vllm.firewall_rules#filter).
+      - With C(mode) V(off) in them, everything of this firewall is removed from the node.
+    type: dict
+    required: true
+  foreign:
+    description:
+      - What to do where another firewall (ufw, firewalld, a table of somebody else) filters incoming packets too.
+        A packet then has to please both.
+      - V(refuse) fails before anything is changed, V(keep) warns.
+    type: str
+    choices: [refuse, keep]
+    default: refuse
+  seconds:
+    description: Seconds after which unconfirmed rules are taken back.
+    type: int
+    default: 60
+  ruleset:
+    description: Set by the action plugin; the rules as text for nft. Empty removes the firewall.
+    type: str
+    default: ""
+  kernel:
+    description: Set by the action plugin; kernel settings that go with the rules.
+    type: dict
+    default: {}
+  step:
+    description: Set by the action plugin; the part of its work that is done by this call.
+    type: str
+    choices: [apply, confirm, status]
+    default: apply
+attributes:
+  check_mode:
+    description: Reports what would change. The text is checked by nft where the node has it.
+    support: full
+  diff_mode:
+    description: Shows the rules before and after.
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Let in what the plan asks for
+  ironrack.vllm.nft_ruleset:
+    rules: "{{ __firewall_rules }}"
+"""
+
+RETURN = r"""
+admin_networks:
+  description: Who may open SSH connections, whoever is connected now included.
+  returned: when the firewall is on
+  type: list
+  elements: str
+notes:
+  description: What else on the node has to do with its firewall.
+  returned: always
+  type: list
+  elements: str
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils.guard import Guard, GuardError
+
+ROOT = "/"
+TABLE = ("inet", "ironrack")
+UNIT = "ironrack-firewall.service"
+# Connections that are open before the first rules: the kernel does not know them, and would take the next packet that
+# comes in for a new connection. It watches for some seconds before anything is dropped.
+WATCH_SECONDS = 3
+WATCH = """\
+table inet ironrack {
+    chain input {
+        type filter hook input priority filter; policy accept;
+        ct state established,related accept
+    }
+}
+"""
+UNIT_TEXT = """\
+# Managed by ironrack: the firewall's table, in force before the network is.
+[Unit]
+Description=Firewall of ironrack
+DefaultDependencies=no
+Wants=network-pre.target
+Before=network-pre.target shutdown.target
+Conflicts=shutdown.target
+# Its start and its reload begin with the removal of every table.
+After=local-fs.target systemd-sysctl.service nftables.service
+PartOf=nftables.service
+ReloadPropagatedFrom=nftables.service
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart={nft} -f {rules}
+ExecReload={nft} -f {rules}
+
+[Install]
+WantedBy=sysinit.target
+"""
+
+
+class RulesetError(Exception):
+    """The message says what to do."""
+
+
+class Node:
+    """Where things are."""
+
+    def __init__(self, module, root):
+        self.nft = module.get_bin_path("nft", opt_dirs=["/usr/sbin", "/sbin"])
+        self.rules = os.path.join(root, "etc/ironrack/firewall.nft")
+        self.staged = self.rules + ".new"
+        # How nft lists the table that it made of the rules: another listing later means that somebody changed it.
+        self.listing = os.path.join(root, "etc/ironrack/firewall.listing")
+        self.unit = os.path.join(root, "etc/systemd/system", UNIT)
+        self.kernel = os.path.join(root, "etc/sysctl.d/61-ironrack-firewall.conf")
+        self.before = os.path.join(root, "run/ironrack/firewall.before")
+        self.ufw = os.path.join(root, "etc/ufw/ufw.conf")
+        self.legacy = os.path.join(root, "proc/net/ip_tables_names")
+        self.proc_sys = os.path.join(root, "proc/sys")
+        self.systemd = os.path.isdir(os.path.join(root, "run/systemd/system"))
+        self.guard = Guard("firewall", module.params["seconds"], os.path.join(root, "run/ironrack/guard"))
+
+    def run(self, *command):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr.strip()
+
+    def must(self, *command):
+        code, out, error = self.run(*command)
+        if code:
+            raise RulesetError(f"{' '.join(command)}: {error or out.strip() or 'failed'}")
+        return out
+
+    def load(self, text, *options):
+        """Hand a text to nft; with --check it only reads it."""
+        command = [self.nft, *options, "-f", "-"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RulesetError(f"nft does not accept the rules, nothing was changed: {done.stderr.strip()}")
+
+    def table(self):
+        """The table in force, as text without counters; nothing where there is none."""
+        code, out, _ = self.run(self.nft, "--stateless", "list", "table", *TABLE)
+        return out if code == 0 else ""
+
+    def chains(self):
+        """Base chains of everybody, and the names of all tables."""
+        code, out, error = self.run(self.nft, "--json", "list", "chains")
+        if code:
+            raise RulesetError(
+                f"nft list chains: {error}. This kernel has no nf_tables, or it may not be used here: load the module"
+                " nf_tables, or set firewall_mode: off"
+            )
+        found = [item["chain"] for item in json.loads(out)["nftables"] if "chain" in item]
+        return [chain for chain in found if (chain["family"], chain["table"]) != TABLE]
+
+    def foreign(self):
+        """Firewalls of others that may drop what this one lets in, and what else is worth a word."""
+        chains = self.chains()
+        others, notes = [], []
+        if "ENABLED=yes" in read(self.ufw).replace(" ", ""):
+            others.append("ufw is enabled (ufw disable switches it off)")
+        if self.systemd and self.run("systemctl", "is-active", "--quiet", "firewalld.service")[0] == 0:
+            others.append("firewalld is active (systemctl disable --now firewalld switches it off)")
+        if not others:
+            others += sorted(
+                {
+                    f"chain {chain['name']} of the table {chain['family']} {chain['table']} drops incoming packets"
+                    f" (nft delete table {chain['family']} {chain['table']} removes it)"
+                    for chain in chains
+                    if chain.get("hook") == "input" and chain.get("policy") == "drop"
+                }
+            )
+        if any(chain["name"].startswith("DOCKER") for chain in chains):
+            notes.append(
+                "Docker has chains of its own, which are kept: ports that containers publish are forwarded past this"
+                " firewall, so publish them on 127.0.0.1; containers reach the host itself only through"
+                " firewall_trusted_interfaces: [docker0]"
+            )
+        if read(self.legacy).strip():
+            notes.append(
+                "rules of iptables-legacy are in force beside nftables; this firewall does not see what they drop"
+                " (iptables-legacy -S shows them)"
+            )
+        return others, notes
+
+
+def read(path):
+    try:
+        with open(path, encoding="utf-8") as handle:
+            return handle.read()
+    except OSError:
+        return ""
+
+
+def write(path, text):
+    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+    new = path + ".ironrack-new"
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        os.fchmod(handle, 0o644)
+        stream.write(text)
+        stream.flush()
+        os.fsync(handle)
+    os.rename(new, path)
+
+
+def remove(path):
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+class Ruleset:
+    """What is wanted, and what of it is there."""
+
+    def __init__(self, node, text, kernel):
+        self.node = node
+        self.text = text
+        self.kernel = kernel
+        lines = [f"{name} = {value}" for name, value in sorted(kernel.items())]
+        self.kernel_text = "\n".join(["# Managed by ironrack: the ports of the firewall.", *lines, ""]) if lines else ""
+        self.unit_text = UNIT_TEXT.format(nft=node.nft or "/usr/sbin/nft", rules=node.rules) if text else ""
+
+    def table_differs(self):
+        if not self.text:
+            return bool(self.node.nft and self.node.table())
+        if not self.node.nft or read(self.node.rules) != self.text:
+            return True
+        live = self.node.table()
+        return not live or live != read(self.node.listing)
+
+    def settings(self):
+        """Kernel settings that are not in force: (file, value)."""
+        found = []
+        for name, value in self.kernel.items():
+            path = os.path.join(self.node.proc_sys, *name.split("."))
+            if read(path).split() != str(value).split():
+                found.append((path, str(value)))
+        return found
+
+    def rest_differs(self):
+        node = self.node
+        wanted = [(node.rules, self.text), (node.kernel, self.kernel_text)]
+        if node.systemd or not self.text:
+            wanted.append((node.unit, self.unit_text))
+        if any(read(path) != content or (not content and os.path.lexists(path)) for path, content in wanted):
+            return True
+        if self.text and node.systemd and self.node.run("systemctl", "is-enabled", "--quiet", UNIT)[0]:
+            return True
+        return bool(self.settings())
+
+    def arm_and_load(self):
+        """Put the new table in force, to be taken back unless it is confirmed."""
+        node = self.node
+        live = node.table()
+        head = f"table {' '.join(TABLE)}\ndelete table {' '.join(TABLE)}\n"
+        # Loading this restores the old table, or removes the new one.
+        write(node.before, head + live)
+        node.guard.arm(commands=[[node.nft, "-f", node.before]])
+        try:
+            if not live:
+                node.load(WATCH)
+                time.sleep(WATCH_SECONDS)
+            node.must(node.nft, "-f", node.staged)
+        except RulesetError:
+            node.guard.revert()
+            raise
+
+    def keep(self):
+        """Make what is in force last."""
+        node = self.node
+        write(node.rules, self.text)
+        remove(node.staged)
+        write(node.listing, node.table())
+        if self.kernel_text:
+            write(node.kernel, self.kernel_text)
+        else:
+            remove(node.kernel)
+        for path, value in self.settings():
+            set_kernel(path, value)
+        if node.systemd:
+            changed = read(node.unit) != self.unit_text
+            write(node.unit, self.unit_text)
+            if changed:
+                node.must("systemctl", "daemon-reload")
+            node.must("systemctl", "enable", "--quiet", UNIT)
+            # Loads the same rules again, so that the unit is known to be active.
+            node.must("systemctl", "restart", UNIT)
+
+    def drop(self):
+        """Remove every trace."""
+        node = self.node
+        if node.systemd and os.path.lexists(node.unit):
+            node.run("systemctl", "disable", "--quiet", UNIT)
+            node.run("systemctl", "stop", UNIT)
+        for path in (node.unit, node.rules, node.staged, node.listing, node.kernel):
+            remove(path)
+        if node.systemd:
+            node.must("systemctl", "daemon-reload")
+        if node.nft and node.table():
+            node.must(node.nft, "delete", "table", *TABLE)
+
+
+def set_kernel(path, value):
+    try:
+        with open(path, "w", encoding="utf-8") as handle:
+            handle.write(value)
+    except OSError as error:
+        raise RulesetError(
+            f"{path} = {value}: {error.strerror}; strict_ports needs it, set firewall_mode:"
+            " trusted_cluster where the kernel refuses it"
+        ) from error
+
+
+def check_kernel(ruleset):
+    """Whether settings can be made is known before anything is changed."""
+    for path, value in ruleset.settings():
+        if not os.access(path, os.W_OK):
+            raise RulesetError(
+                f"{path} = {value}: cannot be set here (a container whose kernel settings are read-only?); set"
+                " firewall_mode: trusted_cluster, or make the setting on the machine below"
+            )
+
+
+def apply(module, node):
+    ruleset = Ruleset(node, module.params["ruleset"], module.params["kernel"])
+    result = {"changed": False, "notes": []}
+    if node.guard.state() == "armed" and not module.check_mode:
+        # A run that was interrupted: its rules were never confirmed.
+        node.guard.revert()
+    before = read(node.rules)
+    if not ruleset.text:
+        result["changed"] = ruleset.table_differs() or ruleset.rest_differs()
+        if result["changed"] and not module.check_mode:
+            ruleset.drop()
+    else:
+        if not node.nft and not module.check_mode:
+            raise RulesetError("nft is not installed: install the package nftables, or set firewall_mode: off")
+        others = []
+        if node.nft:
+            others, result["notes"] = node.foreign()
+            node.load(ruleset.text, "--check")
+        if others and module.params["foreign"] == "refuse":
+            raise RulesetError(
+                f"another firewall filters here too, and a packet has to please both: {'; '.join(others)}. Switch it"
+                " off, or set firewall_mode: off and open in it what -e firewall_show=true prints, or set"
+                " firewall_foreign: keep if it lets all of that in"
+            )
+        result["notes"] = [f"beside this firewall: {other}" for other in others] + result["notes"]
+        check_kernel(ruleset)
+        table, rest = ruleset.table_differs(), ruleset.rest_differs()
+        result["changed"] = table or rest
+        if result["changed"] and not module.check_mode:
+            write(node.staged, ruleset.text)
+            if table:
+                ruleset.arm_and_load()
+                result["guard"] = {"name": node.guard.name, "seconds": node.guard.seconds}
+            else:
+                ruleset.keep()
+    if module._diff and result["changed"]:
+        headers = {"before_header": node.rules, "after_header": node.rules}
+        after = ruleset.text
+        if before == after:
+            # The file says the right thing; the table in force, the unit or a kernel setting did not.
+            before, after = node.table() if module.check_mode else "(not in force)\n", "(in force, kept over a boot)\n"
+        result["diff"] = {**headers, "before": before, "after": after}
+    for note in result["notes"] if result["changed"] else []:
+        module.warn(note)
+    return result
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "rules": {"type": "dict", "required": True},
+            "foreign": {"type": "str", "choices": ["refuse", "keep"], "default": "refuse"},
+            "seconds": {"type": "int", "default": 60},
+            "ruleset": {"type": "str", "default": ""},
+            "kernel": {"type": "dict", "default": {}},
+            "step": {"type": "str", "choices": ["apply", "confirm", "status"], "default": "apply"},
+        },
+        supports_check_mode=True,
+    )
+    node = Node(module, ROOT)
+    try:
+        if module.params["step"] == "status":
+            result = {"changed": False, "state": node.guard.state()}
+        elif module.params["step"] == "confirm":
+            confirmed = node.guard.confirm()
+            if confirmed:
+                Ruleset(node, module.params["ruleset"], module.params["kernel"]).keep()
+            result = {"changed": confirmed, "confirmed": confirmed}
+        else:
+            result = apply(module, node)
+    except (RulesetError, GuardError) as error:
+        module.fail_json(msg=str(error))
+    except OSError as error:
+        module.fail_json(msg=f"{error.filename}: {error.strerror}")
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
