@@ -111,7 +111,8 @@ def clock_skews(nodes: Sequence[Node], limit: float) -> dict[str, dict[str, Any]
     """Each clock against the middle of all, a single one against the controller's; with the time of connecting."""
     offsets = {node.host: (node.health.get("clock") or {}).get("offset_seconds") for node in nodes}
     known = [offset for offset in offsets.values() if offset is not None]
-    middle = statistics.median(known) if len(known) > 1 else 0.0
+    # An even number of clocks has no middle one: the controller's decides between two halves.
+    middle = statistics.median(known if len(known) % 2 else [*known, 0.0]) if len(known) > 1 else 0.0
     found = {}
     for host, offset in offsets.items():
         if offset is None:

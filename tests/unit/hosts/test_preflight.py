@@ -541,6 +541,12 @@ def test_clocks_are_held_against_the_middle() -> None:
     assert "-59 s from the other nodes" in verdict(result, "clock_skew", "n3")["measured"]
 
 
+def test_controller_decides_between_two_clocks() -> None:
+    nodes = {name: host(health__clock__offset_seconds=offset) for name, offset in (("n1", 0.2), ("n2", 50.0))}
+    result = preflight.preflight(nodes, PLAN)
+    assert [verdict(result, "clock_skew", node)["status"] for node in nodes] == ["pass", "fail"]
+
+
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
