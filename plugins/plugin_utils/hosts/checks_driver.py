@@ -386,7 +386,7 @@ def device_nodes(node: Node) -> Verdict:
         return warned(
             f"missing in /dev: {', '.join(missing)}",
             "nvidiactl, nvidia-uvm and one node a GPU",
-            "nvidia-modprobe -c 0 -u; ironrack-gpu.service does it at each boot",
+            "nvidia-modprobe -c 0 -u; ironrack-gpu.service does it before an engine starts",
         )
     if closed:
         return warned(

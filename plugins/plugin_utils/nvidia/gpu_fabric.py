@@ -125,6 +125,8 @@ def not_ready(facts: Mapping[str, Any]) -> str:
         return "no kernel module of NVIDIA is loaded; the next boot loads it"
     if library and library != loaded:
         return f"driver {loaded} is loaded and {library} is installed; the next boot loads that"
+    if not library and not facts.get("gpus"):
+        return f"driver {loaded} is loaded, its library was not found, and nvidia-smi shows no GPU"
     return ""
 
 

@@ -184,6 +184,14 @@ def test_a_host_with_a_running_driver() -> None:
     assert text.splitlines()[1:] == ["nvidia", "nvidia_uvm"]
 
 
+def test_a_driver_whose_library_is_gone_is_not_ready() -> None:
+    lost = decide(facts(nvidia_driver={"loaded": "580.95.05", "library": None}, gpus=[]))
+    assert not lost["driver"]["ready"]
+    assert "library was not found" in lost["driver"]["reason"]
+    # Found in a folder that is not known here, it serves all the same.
+    assert decide(facts(nvidia_driver={"loaded": "580.95.05", "library": None}))["driver"]["ready"]
+
+
 @pytest.mark.parametrize(
     "driver",
     [{}, {"loaded": None, "library": "580.95.05"}, {"loaded": "570.172.08", "library": "580.95.05"}],
