@@ -42,6 +42,13 @@ def play(installed: Path, playbook: str, *options: str) -> subprocess.CompletedP
     return run(*command, cwd=installed, ANSIBLE_COLLECTIONS_PATH=str(installed / "collections"))
 
 
+def test_caches_and_environments_of_a_checkout_are_not_packed(installed: Path) -> None:
+    (tarball,) = installed.glob("ironrack-vllm-*.tar.gz")
+    assert tarball.stat().st_size < 5_000_000
+    shipped = installed / "collections/ansible_collections/ironrack/vllm"
+    assert not [path.name for path in shipped.iterdir() if path.name.startswith(".")]
+
+
 def test_nothing_private_is_shipped(installed: Path) -> None:
     root = installed / "collections/ansible_collections/ironrack/vllm"
     present = {path.name for path in root.iterdir()}
