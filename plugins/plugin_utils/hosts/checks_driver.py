@@ -209,7 +209,8 @@ def fabric_state(node: Node) -> Verdict:
     if wrong:
         first = wrong[0]
         return failed(
-            f"{on(wrong)}: state {first['fabric_state']}, status {first.get('fabric_status') or 'N/A'} (CUDA error 802)",
+            f"{on(wrong)}: state {first['fabric_state']}, status {first.get('fabric_status') or 'N/A'}"
+            " (CUDA error 802)",
             expected,
             "start Fabric Manager (see fabric_manager) and wait for it; if it runs, restart it with the GPUs drained,"
             " then reboot. NCCL_NVLS_ENABLE=0 is a stop-gap for error 401",
