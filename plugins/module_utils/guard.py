@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import uuid
 
 ROOT = "/run/ironrack/guard"
 SYSTEMD = "/run/systemd/system"
@@ -84,9 +85,12 @@ class Guard:
             if done.returncode:
                 raise GuardError(f"{' '.join(command)}: {done.stdout.decode(errors='replace').strip()}")
             return
-        # A guard of later arming has a rollback of its own: only the process's own one is run.
-        mark = os.stat(script).st_ino
-        shell = f'sleep {int(self.seconds)}; [ "$(stat -c %i "$1" 2>/dev/null)" = {mark} ] && exec /bin/sh "$1"'
+        # A guard of later arming has a rollback of its own: only the process's own one is run. Told apart by a word,
+        # since file systems give the number of a removed file to the next one.
+        mark = uuid.uuid4().hex
+        with open(os.path.join(self.armed, "mark"), "w", encoding="utf-8") as handle:
+            handle.write(mark)
+        shell = f'sleep {int(self.seconds)}; [ "$(cat "${{1%/*}}/mark" 2>/dev/null)" = {mark} ] && exec /bin/sh "$1"'
         subprocess.Popen(
             ["/bin/sh", "-c", shell, "sh", script],
             stdin=subprocess.DEVNULL,

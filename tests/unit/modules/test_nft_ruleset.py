@@ -280,11 +280,11 @@ def test_guard_of_an_earlier_run_does_not_end_the_next(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("before")
     root = str(tmp_path / "guard")
-    Guard("sshd", 4, root).arm([str(file)])
+    Guard("sshd", 2, root).arm([str(file)])
     later = Guard("sshd", 30, root)
     later.arm([str(file)])
     file.write_text("after")
-    time.sleep(5)
+    time.sleep(3)
     assert later.state() == "armed"
     assert later.confirm()
 
