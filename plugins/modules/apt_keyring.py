@@ -168,7 +168,7 @@ def fingerprints(packets):
                     raise KeyProblem(f"is a key of version {body[0] if body else '?'}, only version 4 is known here")
                 data = b"\x99" + struct.pack(">H", length) + body
                 # Not a choice of ours: this is how fingerprints of version 4 are defined.
-                found.append(hashlib.sha1(data).hexdigest().upper())  # noqa: S324
+                found.append(hashlib.sha1(data).hexdigest().upper())  # noqa: S324 - how OpenPGP makes a fingerprint
             at = start + length
     except (IndexError, struct.error):
         raise KeyProblem("is cut off") from None

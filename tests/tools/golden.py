@@ -61,8 +61,8 @@ class Topology:
         self.plan = self._plan(folder, groups)
 
     def _plan(self, folder: Path, groups: Mapping[str, Any]) -> dict[str, Any]:
-        from ansible_collections.ironrack.vllm.plugins.action import cluster_plan  # noqa: PLC0415
-        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import cluster, validate  # noqa: PLC0415
+        from ansible_collections.ironrack.vllm.plugins.action import cluster_plan  # noqa: PLC0415 - found once the loader is set up
+        from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import cluster, validate  # noqa: PLC0415 - found once the loader is set up
 
         variables = {"groups": groups, "hostvars": self._hostvars, "inventory_dir": str(folder)}
         templar = Templar(loader=self._loader, variables=variables)
