@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -111,7 +112,8 @@ def test_a_release_travels_as_an_archive(make, tmp_path):
     assert node.marker()["id"] == ID
     assert (Path(node.path) / "lib/data.bin").read_bytes() == b"d" * 100
     assert (Path(node.path) / "bin/python").is_symlink()
-    assert node.actions == [f"unpacked {node.path} in 0 s"]
+    (action,) = node.actions  # the seconds depend on the machine's load
+    assert re.fullmatch(rf"unpacked {re.escape(node.path)} in \d+ s", action)
     assert Path(result["path"]).exists(), "an archive that was there before stays"
     again = make(prefix=str(tmp_path / "other"), source=result)
     again.fetched()
