@@ -194,27 +194,45 @@ def save(path, record):
 
 
 def in_flight(url):
-    """Requests that an API server has accepted and not answered; one that is not there has none."""
+    """Requests that an API server has accepted and not answered. One that is not there has none; None: not known."""
     try:
         with NO_PROXY.open(url + "/metrics", timeout=5) as answer:
             return int(sum(float(value) for value in IN_FLIGHT.findall(answer.read())))
-    except (OSError, http.client.HTTPException, ValueError):
-        return 0
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        # A server that is slow to answer, or answers with an error, may have its hands full of requests.
+        return 0 if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else None
 
 
 def wait_for_requests(urls, seconds):
-    """(requests left, seconds waited)"""
+    """(requests left, servers that do not tell theirs, seconds waited)"""
     start = time.monotonic()
     while True:
-        left = sum(in_flight(url) for url in urls)
+        counts = {url: in_flight(url) for url in urls}
+        left = sum(count or 0 for count in counts.values())
+        silent = [url for url, count in counts.items() if count is None]
         waited = time.monotonic() - start
-        if not left or waited >= seconds:
-            return left, int(waited)
+        if not (left or silent) or waited >= seconds:
+            return left, silent, int(waited)
         time.sleep(LOOK_SECONDS)
 
 
+def stop_units(names, timeout):
+    """Together: systemd stops each before what it was started after."""
+    try:
+        systemctl("stop", "--", *names, timeout=timeout)
+    except DrainError as error:
+        blocks = show(names)
+        left = [name for name in names if blocks.get(name, {}).get("ActiveState") not in (None, "inactive", "failed")]
+        if not left:
+            raise
+        raise DrainError(
+            f"{', '.join(left)} did not stop ({error}). systemctl kill --signal=KILL {' '.join(left)} on the node ends"
+            f" it; where it only needs longer, raise timeout={timeout}"
+        ) from None
+
+
 def drain(record, units, options, check_mode):
-    """The new record and the units to stop, timers first."""
+    """The new record, the units to stop (timers first), and what wait_for_requests says."""
     known = dict(record["units"]) if record else {}
     stop = []
     for name, values in units.items():
@@ -228,9 +246,9 @@ def drain(record, units, options, check_mode):
     stop.sort(key=lambda name: (not name.endswith(".timer"), name))
     here = boot_id()
     if record and not stop and record["boot_id"] == here and record["remember"] == options["remember"]:
-        return record, stop, 0, 0
+        return record, stop, (0, [], 0)
     new = {"boot_id": here, "time": int(time.time()), "units": known, "remember": options["remember"]}
-    left = waited = 0
+    requests = (0, [], 0)
     if not check_mode:
         save(options["path"], new)
         timers = [name for name in stop if name.endswith(".timer")]
@@ -238,13 +256,12 @@ def drain(record, units, options, check_mode):
             # The canary's requests are not to be waited for, and it must not start again what is being stopped.
             systemctl("disable", "--quiet", "--now", "--", *timers, timeout=options["timeout"])
         if len(stop) > len(timers):
-            left, waited = wait_for_requests(options["wait_for"], options["wait_timeout"])
+            requests = wait_for_requests(options["wait_for"], options["wait_timeout"])
         others = [name for name in stop if name not in timers]
         if others:
             systemctl("disable", "--quiet", "--", *others)
-            # Together: systemd stops each before what it was started after.
-            systemctl("stop", "--", *others, timeout=options["timeout"])
-    return new, stop, left, waited
+            stop_units(others, options["timeout"])
+    return new, stop, requests
 
 
 def journal(name):
@@ -327,19 +344,26 @@ def main():
     if not NAME.fullmatch(options["name"]):
         module.fail_json(msg=f"name={options['name']!r} is no name of a file: use letters, digits, dots and dashes")
     options["path"] = os.path.join(options["directory"], f"drained-{options['name']}.json")
-    units, left, waited = [], 0, 0
+    record, units, left, silent, waited = None, [], 0, [], 0
     try:
         record = load(options["path"])
         changed = False
         if options["state"] == "drained":
-            new, units, left, waited = drain(record, show(options["units"]), options, module.check_mode)
+            new, units, (left, silent, waited) = drain(record, show(options["units"]), options, module.check_mode)
             changed, record = new is not record, new
         elif options["state"] == "admitted" and record:
             units, changed = admit(record, options, module.check_mode), True
     except DrainError as error:
-        module.fail_json(msg=str(error), changed=True, record=None, units=units, cut_off=left, waited=waited)
+        # What was written before the failure says what ran.
+        kept = load(options["path"]) if record or options["state"] == "drained" else None
+        module.fail_json(msg=str(error), changed=True, record=kept, units=units, cut_off=left, waited=waited)
     if left:
         module.warn(f"{left} requests were still in flight after wait_timeout={options['wait_timeout']} s: cut off")
+    if silent:
+        module.warn(
+            f"{', '.join(silent)} did not say within wait_timeout={options['wait_timeout']} s how many requests are in"
+            " flight: those that were are cut off"
+        )
     result = {"changed": changed, "record": record, "units": units, "cut_off": left, "waited": waited}
     if module._diff and units:
         ran, rests = "".join(f"{name}: runs\n" for name in units), "".join(f"{name}: stopped\n" for name in units)

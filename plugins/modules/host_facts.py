@@ -207,8 +207,12 @@ ansible_facts:
             C(swap_used_mib), C(reboot_required), C(boot) (C(kernel) and C(options) of the next boot; as C(modprobe) the
             files that were changed after this one; as C(initramfs_older) the kernels whose image is older than the list
             that keeps nouveau away), C(unmounted) (of fstab), C(gpu_users) (processes that have a GPU open, where
-            nvidia-smi fails), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types), C(link_downed).
+            nvidia-smi does not tell), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types), C(link_downed).
           type: dict
+        serving:
+          description: Units of this project that run (engines and Ray).
+          type: list
+          elements: str
         warnings:
           description: What could not be read.
           type: list
@@ -278,6 +282,7 @@ SERVICES = (
     "systemd-timesyncd",
     "unattended-upgrades",
 )
+SERVING = ("vllm@*.service", "ray-head.service", "ray-worker.service")
 KERNEL_EVENTS = (
     # NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.
     ("xid", re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+),?\s*(.*)")),
@@ -1021,6 +1026,18 @@ def package_facts(root, timeout):
     return [found[name] for name in sorted(found)]
 
 
+def serving(root, timeout):
+    """Engines and Ray nodes that run, start or stop now."""
+    if not os.path.isdir(f"{root}/run/systemd/system"):
+        return []
+    states = "--state=active,activating,reloading,deactivating"
+    command = ["systemctl", "list-units", "--plain", "--no-legend", "--no-pager", states, *SERVING]
+    text, error = execute(command, timeout)
+    if text is None:
+        raise OSError(error)
+    return sorted(line.split()[0] for line in text.splitlines() if line.strip())
+
+
 # --- health: GPUs ----------------------------------------------------------------------------------------------------
 
 
@@ -1041,7 +1058,9 @@ def parse_details(root, text):
     if not text:
         return []
     gpus = []
-    for item in xml.etree.ElementTree.fromstring(text).iter("gpu"):  # noqa: S314 - written by the host's own nvidia-smi
+    # Warnings ("infoROM is corrupted at gpu 0000:07:00.0") stand on the same output, after the end of the document.
+    document = text[text.find("<") : text.rfind(">") + 1]
+    for item in xml.etree.ElementTree.fromstring(document).iter("gpu"):  # noqa: S314 - by the host's own nvidia-smi
 
         def tell(path, item=item):
             found = (item.findtext(path) or "").strip()
@@ -1601,12 +1620,14 @@ def gather(paths=(), nvidia_smi="nvidia-smi", timeout=20, *, root="", health=Fal
         "dkms": guarded("dkms", lambda: dkms_facts(root), []),
         "secure_boot": guarded("secure_boot", lambda: secure_boot(root), None),
         "packages": packages,
+        "serving": guarded("serving", lambda: serving(root, timeout), None),
         "warnings": warnings,
     }
     if health:
         addresses = [device["address"] for device in functions if device["class"].startswith("0x03")]
+        details = guarded("nvidia-smi -q -x", lambda: parse_details(root, (kept.get("xml") or (None,))[0]), [])
         parts = {
-            "gpus": (lambda: parse_details(root, (kept.get("xml") or (None,))[0]), []),
+            "gpus": (lambda: details, []),
             "nvlink": (lambda: parse_nvlink((kept.get("nvlink") or ("",))[0] or ""), []),
             "p2p": (lambda: parse_matrix((kept.get("p2p") or ("",))[0] or ""), []),
             "topology": (lambda: parse_matrix((kept.get("topology") or ("",))[0] or ""), []),
@@ -1624,7 +1645,7 @@ def gather(paths=(), nvidia_smi="nvidia-smi", timeout=20, *, root="", health=Fal
             "boot": (lambda: boot_facts(root, facts["kernels"]), {}),
             "unmounted": (lambda: unmounted(root), []),
             # Where nvidia-smi cannot tell: after an update its library is newer than the module that runs.
-            "gpu_users": (lambda: holders(root, r"\d+") if nvidia["error"] else [], []),
+            "gpu_users": (lambda: holders(root, r"\d+") if nvidia["error"] or (gpus and not details) else [], []),
             "unattended_upgrades": (lambda: unattended_upgrades(root), {}),
             "toolchain": (lambda: toolchain_facts(root, release), {}),
             "release": (lambda: release_facts(release) if release else None, None),
@@ -1632,6 +1653,8 @@ def gather(paths=(), nvidia_smi="nvidia-smi", timeout=20, *, root="", health=Fal
             "link_downed": (lambda: link_downed(root), []),
         }
         facts["health"] = {name: guarded(name, function, default) for name, (function, default) in parts.items()}
+    # They quote programs, and end on a terminal.
+    warnings[:] = ["".join(sign if sign.isprintable() else "?" for sign in warning) for warning in warnings]
     return facts
 
 

@@ -39,7 +39,16 @@ def gpu_driver(node: Node) -> Verdict:
     on_bus = len(node.nvidia.get("pci_devices") or [])
     expected = "nvidia-smi shows every GPU"
     if not error and node.facts.get("gpus"):
-        return passed(f"nvidia-smi answers, driver {node.version}")
+        if node.gpus or not node.health:
+            return passed(f"nvidia-smi answers, driver {node.version}")
+        why = [str(text) for text in node.facts.get("warnings") or [] if str(text).startswith("nvidia-smi -q -x")]
+        return failed(
+            f"nvidia-smi lists the GPUs and does not describe them ({'; '.join(why) or 'no reason told'}), so ECC,"
+            " NVLink, MIG and more are not known",
+            expected,
+            "run `nvidia-smi -q -x` on the node: if it hangs, drain the node and reboot it; if a GPU is named in what it"
+            " says, that one needs service",
+        )
     if not on_bus and not node.facts.get("gpus"):
         return failed(
             "no NVIDIA GPU on the PCI bus", expected, "check seating, power and BIOS, or correct gpus in the inventory"
@@ -227,7 +236,7 @@ def fabric_state(node: Node) -> Verdict:
     return passed(f"{on(gpus)}: Completed, Success")
 
 
-@check("imex", "D9", "D12", needs="gpu")
+@check("imex", "D9", "D12", "F23", needs="gpu")
 def imex(node: Node) -> Verdict:
     if not any(re.search(r"GB[23]00", name) for name in node.gpu_names()):
         return skipped("only for NVLink over several nodes (GB200, GB300)")
@@ -398,7 +407,7 @@ def device_nodes(node: Node) -> Verdict:
     return passed(f"{len(cards)} GPUs, nvidiactl, nvidia-uvm")
 
 
-@check("peermem", needs="gpu")
+@check("peermem", "F13", "F14", "F15", needs="gpu")
 def peermem(node: Node) -> Verdict:
     if not node.rdma:
         return skipped("no RDMA device")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts import judging, preflight
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts.errors import HostError
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import probe
 
 TREE = Path(__file__).resolve().parents[3]
 RECORDING = TREE / "tests" / "fixtures" / "nvidia_h200x2"
@@ -34,6 +35,8 @@ PLAN: dict[str, Any] = {
     "instances": {"big": {"model_path": MODEL, "world": [{"node": name} for name in ("n1", "n2", "n3")]}},
 }
 GIB = 2**30
+# Groups of public reports in the document, and how many.
+REPORTS = (("A", 25), ("C", 17), ("D", 26), ("E", 14), ("F", 26), ("H", 4), ("I", 14))
 
 
 def host(**paths: Any) -> dict[str, Any]:
@@ -294,6 +297,8 @@ def package(name: str, version: str = "580.159.04-1", hold: bool = False) -> dic
 
 FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
     ("gpu_driver", "fail", {"nvidia__error": "nvidia-smi is not installed", "gpus": []}, "is not installed"),
+    # Without what nvidia-smi -q tells, most other checks have nothing to judge: that must not look like health.
+    ("gpu_driver", "fail", {"health__gpus": [], "warnings": ["nvidia-smi -q -x: timed out"]}, "-q -x: timed out"),
     ("gpu_count", "fail", {"gpus": [H200 | {"index": 0}]}, "1 × NVIDIA H200"),
     ("driver_versions", "fail", {"packages": [package("libnvidia-compute-580", "580.172.08-1")]}, "580.172.08"),
     ("known_driver", "warn", {"nvidia_driver__loaded": "570.133.20", "health__gpus__0__name": B200}, "66 days"),
@@ -419,7 +424,23 @@ def test_fault(name: str, status: str, change: dict[str, Any], words: str) -> No
 
 def test_every_check_has_a_fault_here() -> None:
     across = {rule.id for rule in preflight.EQUAL}
-    assert {name for name, *_ in FAULTS} == set(preflight.check_ids()) - across
+    assert {name for name, *_ in FAULTS} == set(preflight.check_ids()) - across - {*probe.CHECKS}
+
+
+@pytest.mark.parametrize("verdict_of_network", ["pass", "warn", "fail"])
+@pytest.mark.parametrize("hosts", [True, False])
+def test_one_verdict_on_hosts_and_network(verdict_of_network: str, hosts: bool) -> None:
+    counts = {"fail": 0, "warn": 0, "pass": 3, "skip": 1} | {verdict_of_network: 2}
+    network = {"verdict": verdict_of_network, "counts": counts, "table": "network: ...", "matrix": {}, "findings": []}
+    before = preflight.preflight({"n1": host()} if hosts else {}, PLAN, fail_on="warn")
+    result = preflight.with_network(before, network)
+    assert (result["ok"], result["status"]) == (verdict_of_network != "fail", verdict_of_network)
+    assert result["exit_code"] == {"pass": 0, "warn": 1, "fail": 2}[verdict_of_network]
+    assert result["stop"] == (verdict_of_network != "pass")
+    assert result["counts"]["pass"] == before["counts"]["pass"] + counts["pass"]
+    assert result["table"].endswith("network: ...")
+    assert ("n1" in result["table"]) == hosts
+    assert result["network"] == {"verdict": verdict_of_network, "counts": counts, "findings": []}
 
 
 def test_what_could_not_be_measured_stops_no_verdict() -> None:
@@ -618,12 +639,11 @@ def test_every_row_of_the_data_has_a_source() -> None:
 
 
 def test_document_lists_every_report_and_every_check() -> None:
-    rows = re.findall(r"(?m)^\| ([DEI]\d+) \| (.*?) \| (.*?) \| (.*?) \|$", DOCUMENT.read_text(encoding="utf-8"))
-    assert [row[0] for row in rows] == [
-        f"{group}{n + 1}" for group, size in (("D", 26), ("E", 14), ("I", 14)) for n in range(size)
-    ]
+    rows = re.findall(r"(?m)^\| ([ACDEFHI]\d+) \| (.*?) \| (.*?) \| (.*?) \|$", DOCUMENT.read_text(encoding="utf-8"))
+    assert [row[0] for row in rows] == [f"{group}{n + 1}" for group, size in REPORTS for n in range(size)]
     groups = {check.id: set(check.group) for check in preflight.CHECKS}
     groups |= {rule.id: set(rule.group) for rule in preflight.EQUAL}
+    groups |= {name: set(group) for name, group in probe.CHECKS.items()}
     told: dict[str, set[str]] = {}
     for report_id, _, _, checks in rows:
         if not checks.startswith("`"):

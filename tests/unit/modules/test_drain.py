@@ -128,6 +128,9 @@ class Server:
             def do_GET(self) -> None:
                 count = outer.counts[min(outer.asked, len(outer.counts) - 1)]
                 outer.asked += 1
+                if count < 0:
+                    self.send_error(503)
+                    return
                 text = (
                     "# TYPE vllm:num_requests_running gauge\n"
                     f'vllm:num_requests_running{{engine="0",model_name="tiny"}} {count}.0\n'
@@ -226,6 +229,9 @@ def test_record_is_written_before_anything_stops(node: Node) -> None:
     result = node.run("drained")
     assert result["failed"]
     assert "Job for ray-worker.service canceled" in result["msg"]
+    assert result["msg"].startswith("ray-worker.service did not stop"), "the one that hangs, not all that were asked"
+    assert "systemctl kill --signal=KILL ray-worker.service" in result["msg"]
+    assert result["record"] == node.record()
     assert "ray-worker.service" in node.record()["units"]
 
 
@@ -260,6 +266,21 @@ def test_cuts_off_what_does_not_end(node: Node, serve: Callable[[list[int]], Ser
     assert result["cut_off"] == 3
     assert "3 requests were still in flight after wait_timeout=1 s" in str(result["warnings"])
     assert node.units()["vllm@tiny.service"]["ActiveState"] == "inactive"
+
+
+def test_a_server_that_does_not_tell_is_waited_for(node: Node, serve: Callable[[list[int]], Server]) -> None:
+    """Too busy to answer its metrics is when it has the most requests."""
+    server = serve([-1, 2, 0])
+    result = node.run("drained", wait_for=[server.url], wait_timeout=20)
+    assert (server.asked, result["cut_off"], result.get("warnings")) == (3, 0, None)
+
+
+def test_a_server_that_never_tells_is_named(node: Node, serve: Callable[[list[int]], Server]) -> None:
+    server = serve([-1])
+    result = node.run("drained", wait_for=[server.url, "http://127.0.0.1:1"], wait_timeout=1)
+    (warning,) = result["warnings"]
+    assert f"{server.url} did not say" in str(warning)
+    assert "127.0.0.1:1," not in str(warning), "nobody listens there, so nothing is in flight"
 
 
 def test_nothing_is_waited_for_where_nothing_runs(node: Node, serve: Callable[[list[int]], Server]) -> None:

@@ -531,3 +531,9 @@ def test_program_that_ends_late_is_not_waited_for(facts: ModuleType) -> None:
     assert "timed out" in facts.execute(["sleep", "30"], 0.2)[1]
     assert time.monotonic() - start < 2
     assert facts.execute(["no-such-program"], 1)[0] is None
+
+
+def test_a_warning_beside_the_details_does_not_hide_them(facts: ModuleType) -> None:
+    xml = "<nvidia_smi_log><gpu id='0'><product_name>NVIDIA H200</product_name></gpu></nvidia_smi_log>\n"
+    said = f"Warning: persistence mode is off\n{xml}WARNING: infoROM is corrupted at gpu 0000:07:00.0\n"
+    assert facts.parse_details("/", said) == facts.parse_details("/", xml) != []
