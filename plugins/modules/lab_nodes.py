@@ -65,6 +65,12 @@ options:
         description: Address of the bridge.
         type: str
         required: true
+      subnet6:
+        description: A subnet of IPv6 beside O(networks[].subnet), in CIDR notation.
+        type: str
+      gateway6:
+        description: Address of the bridge in O(networks[].subnet6).
+        type: str
       interface:
         description: Name of the interface that a node has on it.
         type: str
@@ -84,7 +90,9 @@ options:
         type: str
         required: true
       addresses:
-        description: Its address on each network, by the network's name, in the order of the networks.
+        description: >-
+          Its address on each network, by the network's name, in the order of the networks; a list of two on a network
+          with IPv4 and IPv6.
         type: dict
         required: true
       forwards:
@@ -240,6 +248,11 @@ def digest_of(declaration):
 def network_arguments(wanted, network):
     """Command line that creates a network, its digest and name excepted."""
     arguments = ["network", "create", "--subnet", network["subnet"], "--gateway", network["gateway"]]
+    if network.get("subnet6"):
+        arguments += ["--subnet", network["subnet6"], "--gateway", network["gateway6"]]
+    # podman sees it by the subnet, and takes the word as a wish for a subnet of the other family.
+    if wanted["engine"] == "docker" and (":" in network["subnet"] or network.get("subnet6")):
+        arguments.append("--ipv6")
     if wanted["internal"]:
         arguments.append("--internal")
     if wanted["engine"] == "podman":
@@ -254,15 +267,17 @@ def node_arguments(wanted, node, image):
     arguments = ["--name", wanted["prefix"] + node["name"], "--hostname", node["name"]]
     arguments += ["--label", f"{LAB}={wanted['lab']}"]
     for network in wanted["networks"]:
-        address = node["addresses"].get(network["name"])
-        if address is None:
+        given = node["addresses"].get(network["name"])
+        if given is None:
             continue
+        addresses = given if isinstance(given, list) else [given]
         name, interface = wanted["prefix"] + network["name"], network["interface"]
+        fixed = ",".join(f"{'ip6' if ':' in word else 'ip'}={word}" for word in addresses)
         if podman:
-            arguments += ["--network", f"{name}:ip={address},interface_name={interface}"]
+            arguments += ["--network", f"{name}:{fixed},interface_name={interface}"]
         else:
             option = f"driver-opt=com.docker.network.endpoint.ifname={interface}"
-            arguments += ["--network", f"name={name},ip={address},{option}"]
+            arguments += ["--network", f"name={name},{fixed},{option}"]
     arguments += ["--restart", "always", "--shm-size", wanted["shm_size"], "--cap-add", "ALL"]
     for capability in DROPPED:
         arguments += ["--cap-drop", capability]
@@ -484,6 +499,7 @@ def hold_lock(path, timeout=600):
 
 def main():
     network = {key: {"type": "str", "required": True} for key in ("name", "subnet", "gateway", "interface")}
+    network |= {key: {"type": "str"} for key in ("subnet6", "gateway6")}
     node = {
         "name": {"type": "str", "required": True},
         "suite": {"type": "str", "required": True},

@@ -182,6 +182,26 @@ def test_podman_fixes_addresses_and_interface_names() -> None:
     assert "cluster:ip=10.1.1.11,interface_name=eth0" in arguments
 
 
+@pytest.mark.parametrize("engine", ["podman", "docker"])
+def test_a_network_of_both_families_gives_a_node_both_addresses(engine: str) -> None:
+    network = {**NETWORKS[0], "subnet6": "fd00:1::/64", "gateway6": "fd00:1::1"}
+    wanted = parameters(engine=engine, networks=[network])
+    node = {**NODES[0], "addresses": {"cluster": ["10.1.1.11", "fd00:1::11"]}}
+    arguments, _ = lab_nodes.node_arguments(wanted, node, "image:1")
+    assert "ip=10.1.1.11,ip6=fd00:1::11" in " ".join(arguments)
+    made, _ = lab_nodes.network_arguments(wanted, network)
+    assert " ".join(made[2:10]) == "--subnet 10.1.1.0/24 --gateway 10.1.1.1 --subnet fd00:1::/64 --gateway fd00:1::1"
+    # podman takes the word as a wish for one more subnet, of IPv4.
+    assert ("--ipv6" in made) is (engine == "docker")
+
+
+def test_a_network_of_one_family_is_declared_as_before() -> None:
+    """Otherwise the digest differs, and every lab that runs would be made anew."""
+    plain, _ = lab_nodes.network_arguments(parameters(), NETWORKS[0])
+    assert plain == lab_nodes.network_arguments(parameters(), {**NETWORKS[0], "subnet6": None, "gateway6": None})[0]
+    assert "--ipv6" not in plain
+
+
 def test_docker_publishes_what_is_forwarded() -> None:
     node = {**NODES[0], "forwards": [{"listen": "127.0.0.1:2222", "port": 22}]}
     wanted = parameters(engine="docker", prefix="p-", publish=True)

@@ -38,20 +38,21 @@ def settings(**changes: Any) -> dict[str, Any]:
         "prefix": "",
         "storage_driver": "overlay",
         "networks": [
-            {"name": "cluster", "subnet": "10.1.1.0/24", "gateway": "10.1.1.1", "interface": "eth0"},
+            {"name": "cluster", "subnet": "10.1.1.0/24", "gateway": "10.1.1.1", "interface": "eth0"}
+            | {"subnet6": "fd00:1::/64", "gateway6": "fd00:1::1"},
             {"name": "public", "subnet": "10.1.2.0/24", "gateway": "10.1.2.1", "interface": "eth1"},
         ],
         "nodes": [
             {
                 "name": "n1",
                 "suite": "bookworm",
-                "addresses": {"cluster": "10.1.1.11", "public": "10.1.2.11"},
+                "addresses": {"cluster": ["10.1.1.11", "fd00:1::11"], "public": ["10.1.2.11"]},
                 "forwards": [
                     {"listen": "127.9.1.11:2222", "port": 22},
                     {"listen": "127.9.1.11:18000", "port": 8000, "network": "public"},
                 ],
             },
-            {"name": "n2", "suite": "bookworm", "addresses": {"cluster": "10.1.1.12"}, "forwards": []},
+            {"name": "n2", "suite": "bookworm", "addresses": {"cluster": ["10.1.1.12", "fd00:1::12"]}, "forwards": []},
         ],
         "proxy": {"port": 3142, "hosts": ["extra.example"], "indexes": ["https://index.example/simple"]},
         "image": {
@@ -152,7 +153,7 @@ def test_forwards_take_the_first_network_unless_told() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "10.1.1.1", "127.0.0.1.example", "::1"])  # noqa: S104
 def test_gate_listens_on_loopback_only(address: str) -> None:
-    nodes = [{"name": "n", "addresses": {"c": "10.0.0.1"}, "forwards": [{"listen": f"{address}:1", "port": 22}]}]
+    nodes = [{"name": "n", "addresses": {"c": ["10.0.0.1"]}, "forwards": [{"listen": f"{address}:1", "port": 22}]}]
     with pytest.raises(tool.LabError, match="only loopback"):
         tool.forwards(settings(nodes=nodes))
 
@@ -196,12 +197,41 @@ def test_partition_drops_both_ways_and_arp_too() -> None:
     assert "ip saddr { 10.0.0.1 } ip daddr { 10.0.0.2, 10.0.0.3 } drop" in rules
     assert "ip saddr { 10.0.0.2, 10.0.0.3 } ip daddr { 10.0.0.1 } drop" in rules
     assert rules.count("arp saddr") == 2
+    assert "ip6" not in rules
+
+
+def test_partition_takes_each_family_by_itself() -> None:
+    rules = tool.partition_rules(["10.0.0.1", "fd00::1"], ["10.0.0.2", "fd00::2"]).splitlines()
+    assert rules[0].startswith("add table")
+    assert sorted(line.partition(" cut ")[2] for line in rules[2:]) == [
+        "arp saddr ip { 10.0.0.1 } arp daddr ip { 10.0.0.2 } drop",
+        "arp saddr ip { 10.0.0.2 } arp daddr ip { 10.0.0.1 } drop",
+        "ip saddr { 10.0.0.1 } ip daddr { 10.0.0.2 } drop",
+        "ip saddr { 10.0.0.2 } ip daddr { 10.0.0.1 } drop",
+        "ip6 saddr { fd00::1 } ip6 daddr { fd00::2 } drop",
+        "ip6 saddr { fd00::2 } ip6 daddr { fd00::1 } drop",
+    ]
+    assert tool.partition_rules(["fd00::1"], ["10.0.0.2"]).count("drop") == 0
+
+
+def test_the_proxy_listens_at_the_gateways_of_both_families(tmp_path: Path) -> None:
+    (tmp_path / "lab.json").write_text(json.dumps(settings()))
+    orders = tool.door_orders(tool.load(tmp_path), 3, 4, [])
+    assert [address for address, _ in orders["proxy"]] == ["127.0.0.1", "10.1.1.1", "fd00:1::1", "10.1.2.1"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "fd00:dead::1"])
+def test_a_door_opens_at_an_address_of_either_family(address: str) -> None:
+    """Also at one that no interface has yet: a gateway's address comes and goes with its bridge."""
+    listener = doors.listen((address, 0))
+    with listener:
+        assert listener.getsockname()[0] == address
 
 
 def test_fault_sides_are_checked(tmp_path: Path) -> None:
     declared = lab(tmp_path)
-    assert tool.addresses_of(declared, "n1,n2", "cluster") == ["10.1.1.11", "10.1.1.12"]
-    assert tool.addresses_of(declared, "n1", None) == ["10.1.1.11", "10.1.2.11"]
+    assert tool.addresses_of(declared, "n1,n2", "cluster") == ["10.1.1.11", "fd00:1::11", "10.1.1.12", "fd00:1::12"]
+    assert tool.addresses_of(declared, "n1", None) == ["10.1.1.11", "fd00:1::11", "10.1.2.11"]
     with pytest.raises(tool.LabError, match="its nodes: n1, n2"):
         tool.addresses_of(declared, "n9", None)
     with pytest.raises(tool.LabError, match="no address on network 'public'"):

@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 
 CLONE_NEWNET = 0x40000000
 IP_FREEBIND = 15
+IPV6_FREEBIND = 78
 PACKAGE_DAYS = 30
 BAD_ORDERS = 3
 
@@ -218,9 +219,11 @@ def serve_gate(listeners: dict[socket.socket, tuple[str, int]], inside: int) -> 
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    listener = socket.socket()
+    six = ":" in address[0]
+    listener = socket.socket(socket.AF_INET6 if six else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_IP, IP_FREEBIND, 1)  # a gateway's address comes and goes with its bridge
+    # A gateway's address comes and goes with its bridge.
+    listener.setsockopt(*((socket.IPPROTO_IPV6, IPV6_FREEBIND) if six else (socket.IPPROTO_IP, IP_FREEBIND)), 1)
     try:
         listener.bind(address)
     except OSError as problem:

@@ -253,7 +253,8 @@ def forwards(settings: dict[str, Any]) -> list[dict[str, Any]]:
             if not is_loopback(host):
                 raise LabError(f"forward {forward['listen']} of {node['name']}: only loopback addresses are served")
             network = forward.get("network") or next(iter(node["addresses"]))
-            target = [str(node["addresses"][network]), int(forward["port"])]
+            # The first address: of a node with both families the one of IPv4, as the declaration orders them.
+            target = [str(node["addresses"][network][0]), int(forward["port"])]
             found.append({"listen": [host, int(port)], "target": target})
     return found
 
@@ -262,9 +263,14 @@ def is_loopback(address: str) -> bool:
     return bool(re.fullmatch(r"127(\.\d{1,3}){3}", address))
 
 
+def gateways_of(network: dict[str, Any]) -> list[str]:
+    return [str(network[key]) for key in ("gateway", "gateway6") if network.get(key)]
+
+
 def door_orders(lab: Lab, outside: int, inside: int, starting: Sequence[int]) -> dict[str, Any]:
     proxy = lab.settings["proxy"]
-    addresses = ["127.0.0.1", *(network["gateway"] for network in lab.settings["networks"])]
+    gateways = [gateway for network in lab.settings["networks"] for gateway in gateways_of(network)]
+    addresses = ["127.0.0.1", *gateways]
     return {
         "outside": outside,
         "inside": inside,
@@ -918,26 +924,32 @@ def command_packages(wanted: Sequence[str]) -> int:
 
 
 def addresses_of(lab: Lab, words: str, network: str | None) -> list[str]:
-    """Addresses of a comma-separated list of nodes, on one network or on all."""
+    """Addresses of both families of a comma-separated list of nodes, on one network or on all."""
     found = []
     for name in words.split(","):
         node = lab.node(name)
         if network and network not in node["addresses"]:
             raise LabError(f"node {name!r} has no address on network {network!r}")
-        found += [address for key, address in node["addresses"].items() if network in (None, key)]
+        found += [word for key, words in node["addresses"].items() if network in (None, key) for word in words]
     return found
 
 
 def partition_rules(left: Sequence[str], right: Sequence[str]) -> str:
     """nftables text that drops everything between two sides, both ways."""
-    sides = "{ " + ", ".join(left) + " }", "{ " + ", ".join(right) + " }"
     lines = [
         f"add table bridge {NFT_TABLE}",
         f"add chain bridge {NFT_TABLE} cut {{ type filter hook forward priority 0; }}",
     ]
-    for source, target in (sides, sides[::-1]):
-        lines.append(f"add rule bridge {NFT_TABLE} cut ip saddr {source} ip daddr {target} drop")
-        lines.append(f"add rule bridge {NFT_TABLE} cut arp saddr ip {source} arp daddr ip {target} drop")
+    # A neighbour's solicitation of IPv6 goes to a group and may pass: the answer to it is dropped.
+    for protocol, six in (("ip", False), ("ip6", True)):
+        family = [[word for word in side if (":" in word) is six] for side in (left, right)]
+        if not all(family):
+            continue
+        sides = ["{ " + ", ".join(side) + " }" for side in family]
+        for source, target in (sides, sides[::-1]):
+            lines.append(f"add rule bridge {NFT_TABLE} cut {protocol} saddr {source} {protocol} daddr {target} drop")
+            if not six:
+                lines.append(f"add rule bridge {NFT_TABLE} cut arp saddr ip {source} arp daddr ip {target} drop")
     return "\n".join(lines) + "\n"
 
 

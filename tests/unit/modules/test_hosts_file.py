@@ -156,3 +156,55 @@ def test_wrong_entries(run: Run, tmp_path: Path, entries: Any, message: str) -> 
     result = run("hosts_file", path=str(tmp_path / "hosts"), hostname="a", entries=entries)
     assert result["failed"]
     assert message in result["msg"]
+
+
+# What cloud-init's template gives a Debian host whose settings say manage_etc_hosts: true.
+CLOUD_INIT = """\
+# Your system has configured 'manage_etc_hosts' as True.
+# As a result, if you wish for changes to this file to persist
+# then you will need to either
+# a.) make changes to the master file in /etc/cloud/templates/hosts.debian.tmpl
+# b.) change or remove the value of 'manage_etc_hosts' in
+#     /etc/cloud/cloud.cfg or cloud-config from user-data
+#
+# The following lines are desirable for IPv4 capable hosts
+127.0.1.1 n1.example.org n1
+127.0.0.1 localhost
+
+# The following lines are desirable for IPv6 capable hosts
+::1 localhost ip6-localhost ip6-loopback
+ff02::1 ip6-allnodes
+ff02::2 ip6-allrouters
+"""
+SIX = [{"address": "fd00:77:1::11", "names": ["n1"]}, {"address": "fd00:77:1::12", "names": ["n2"]}]
+
+
+def test_file_of_cloud_init(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, conflicts = edit(CLOUD_INIT)
+    assert "127.0.1.1" not in text
+    assert "10.77.1.11\tn1 n1.example.org\n" in text
+    assert text.endswith(CLOUD_INIT.partition("127.0.1.1 n1.example.org n1\n")[2])
+    assert conflicts == []
+
+
+def test_cluster_of_ipv6(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit(DEBIAN + "::1 n1\n", entries=SIX)
+    assert text.splitlines()[1:3] == ["fd00:77:1::11\tn1 n1.example.org", "fd00:77:1::12\tn2"]
+    own = [line.split()[0] for line in text.splitlines() if "n1" in line.split()[1:]]
+    assert own == ["fd00:77:1::11"], "neither 127.0.1.1 nor ::1 is left for the host's own name"
+    assert edit(text, entries=SIX)[0] == text
+    # Written in another form it is the same address.
+    assert edit("fd00:0077:0001:0::12 n2\n", entries=SIX)[1] == []
+    assert edit("fd00:77:1::13 n2\n", entries=SIX)[1] == ["fd00:77:1::13 n2"]
+
+
+def test_cluster_that_moves_to_ipv6_leaves_nothing_of_ipv4(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit(edit(DEBIAN)[0], entries=SIX)
+    assert "10.77.1" not in text
+    assert "fd00:77:1::11\tn1 n1.example.org\n" in text
+
+
+def test_entry_of_a_node_that_left_goes(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    text, _ = edit(edit(DEBIAN)[0], entries=ENTRIES[:1])
+    assert "n2" not in text
+    assert "10.77.1.11\tn1 n1.example.org\n" in text
