@@ -19,11 +19,14 @@ MACHINE = ("disk_full", "hardware_clock", "swap", "time_sync")
 
 
 def findings(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {
+    hosts = {
         (node, check["id"]): check
         for node, told in report["nodes"].items()
         for check in told["checks"]
         if check["status"] in ("warn", "fail") and check["id"] not in MACHINE
+    }
+    return hosts | {
+        (node, finding["check"]): finding for finding in report["network"]["findings"] for node in finding["nodes"]
     }
 
 

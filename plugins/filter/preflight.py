@@ -19,6 +19,10 @@ def judge(facts: Any, plan: Any, hosts: Any = (), **options: Any) -> dict[str, A
         raise AnsibleFilterError(str(error)) from None
 
 
+def with_network(report: Any, network: Any) -> dict[str, Any]:
+    return preflight.with_network(to_plain(report), to_plain(network))
+
+
 class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
-        return {"preflight": judge}
+        return {"preflight": judge, "preflight_with_network": with_network}

@@ -46,8 +46,8 @@ def gpu_driver(node: Node) -> Verdict:
             f"nvidia-smi lists the GPUs and does not describe them ({'; '.join(why) or 'no reason told'}), so ECC,"
             " NVLink, MIG and more are not known",
             expected,
-            "run `nvidia-smi -q -x` on the node: if it hangs, drain the node and reboot it; if a GPU is named in what it"
-            " says, that one needs service",
+            "run `nvidia-smi -q -x` on the node: if it hangs, drain the node and reboot it; if it names a GPU, that one"
+            " needs service",
         )
     if not on_bus and not node.facts.get("gpus"):
         return failed(

@@ -323,7 +323,8 @@ def acs(node: Node) -> Verdict:
         return result(
             f"on at {', '.join(active[:6])}{', …' if len(active) > 6 else ''}",
             "off on the bridges above GPUs and network cards",
-            "switch ACS off in BIOS, or clear it at each boot (setpci -s BRIDGE ECAP_ACS+6.w=0000)",
+            "set base_acs_off: true and run playbooks/host.yml (not where virtual machines own devices),"
+            " or switch ACS off in BIOS",
         )
     return passed("off")
 

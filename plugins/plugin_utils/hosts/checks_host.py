@@ -35,7 +35,7 @@ def rdma_links(node: Node) -> Verdict:
     return passed(f"{len(node.rdma)} ports active")
 
 
-@check("memlock")
+@check("memlock", "F1", "F2", "F3", "F4")
 def memlock(node: Node) -> Verdict:
     limits = node.facts.get("limits") or {}
     if "memlock" not in limits:
@@ -154,7 +154,7 @@ def time_sync(node: Node) -> Verdict:
         return warned(
             f"the kernel's clock is not synchronised ({', '.join(active) or 'no time service'} runs)",
             "synchronised",
-            "install chrony and give it a server that the node reaches; chronyc tracking tells",
+            "set base_time_servers to servers that the node reaches, run playbooks/host.yml; chronyc tracking tells",
         )
     return passed(f"synchronised{' by ' + ', '.join(active) if active else ''}")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..network import probe
 from . import checks_driver, checks_gpu, checks_host, verify
 from .errors import HostError
 from .judging import ORDER, Check, Facts, Node, Settings, Verdict, failed, passed, skipped
@@ -121,7 +122,7 @@ def clock_skews(nodes: Sequence[Node], limit: float) -> dict[str, dict[str, Any]
             verdict = failed(
                 f"{offset - middle:+.0f} s from the {'other nodes' if len(known) > 1 else 'controller'}",
                 f"within {limit:g} s (preflight_clock_skew_seconds)",
-                "install chrony on it, with the servers of the other nodes; chronyc makestep sets the clock at once",
+                "give all nodes the same base_time_servers; chronyc makestep sets the clock at once",
             )
         else:
             verdict = passed(f"{offset - middle:+.1f} s")
@@ -144,7 +145,7 @@ def described(name: str, group: Sequence[str], verdict: Verdict) -> dict[str, An
 
 
 def check_ids() -> list[str]:
-    return [item.id for item in CHECKS] + [rule.id for rule in EQUAL] + ["clock_skew"]
+    return [item.id for item in CHECKS] + [rule.id for rule in EQUAL] + ["clock_skew", *probe.CHECKS]
 
 
 def judge(node: Node) -> list[dict[str, Any]]:
@@ -211,13 +212,34 @@ def preflight(
     counts = {status: sum(entry["counts"][status] for entry in report.values()) for status in reversed(ORDER)}
     return {
         "ok": worst != "fail",
-        "exit_code": {"fail": 2, "warn": 1}.get(worst, 0),
-        "status": "pass" if worst == "skip" else worst,
-        "fail_on": settings.fail_on,
-        "stop": settings.fail_on != "never" and ORDER.index(worst) >= ORDER.index(settings.fail_on),
+        **_verdict(worst, settings.fail_on),
         "counts": counts,
         "nodes": report,
         "table": table(report),
+    }
+
+
+def _verdict(worst: str, fail_on: str) -> dict[str, Any]:
+    return {
+        "exit_code": {"fail": 2, "warn": 1}.get(worst, 0),
+        "status": "pass" if worst == "skip" else worst,
+        "fail_on": fail_on,
+        "stop": fail_on != "never" and ORDER.index(worst) >= ORDER.index(fail_on),
+    }
+
+
+def with_network(report: Mapping[str, Any], network: Mapping[str, Any]) -> dict[str, Any]:
+    """One verdict on hosts and network; without hosts, on the network alone."""
+    worst = max(report["status"], network["verdict"], key=ORDER.index)
+    tables = [report["table"], network["table"]] if report["nodes"] else [network["table"]]
+    return {
+        **report,
+        "ok": worst != "fail",
+        **_verdict(worst, report["fail_on"]),
+        "counts": {status: count + network["counts"][status] for status, count in report["counts"].items()},
+        # All pairs have files of their own.
+        "network": {key: value for key, value in network.items() if key not in ("json", "html", "table")},
+        "table": "\n\n".join(tables),
     }
 
 

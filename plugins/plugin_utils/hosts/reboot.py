@@ -32,6 +32,8 @@ KINDS = (
 )
 # Engines run all the same.
 HARMLESS = ("kernel", "packages", "modprobe", "options")
+# No engine runs until the reboot.
+DISABLING = ("driver", "module", "nouveau", "recovery")
 # Packages that are the driver on this host; libraries alone (a container has them from outside) build no module.
 MODULE_PACKAGE = re.compile(
     r"(cuda-drivers|nvidia-(driver|open|kernel-(open-)?dkms|open-kernel-dkms|dkms|kernel-common)|linux-modules-nvidia)"
@@ -369,7 +371,8 @@ def reboot_needed(
         if not force:
             found += [_used(look), _futile(look, texts, left)]
         blockers = [text for text in found if text]
-    return {"needed": bool(texts), "reasons": texts, "kinds": kinds, "blockers": blockers}
+    disabling = [text for kind, text in reasons.items() if kind in DISABLING]
+    return {"needed": bool(texts), "reasons": texts, "kinds": kinds, "disabling": disabling, "blockers": blockers}
 
 
 def rebooted_since(facts: Facts, left: Any) -> bool:

@@ -17,6 +17,8 @@ SHM_MIN_BYTES = 256 * 2**20
 # nvidia-smi rounds; different drivers differ in the last digit.
 MEMORY_TOLERANCE_MIB = 1
 
+COMPARED = ("gpus", "network", "models", "space")
+
 Facts = Mapping[str, Any]
 
 
@@ -47,7 +49,11 @@ def wanted_paths(plan: Mapping[str, Any], host: str) -> list[str]:
 
 
 def host_report(
-    facts: Facts, plan: Mapping[str, Any], host: str, min_free_gib: Mapping[str, float] | None = None
+    facts: Facts,
+    plan: Mapping[str, Any],
+    host: str,
+    min_free_gib: Mapping[str, float] | None = None,
+    compare: Sequence[str] = COMPARED,
 ) -> dict[str, list[str]]:
     """Problems (the host must not be touched) and warnings, each a sentence with variable, value and remedy."""
     node = (plan.get("nodes") or {}).get(host)
@@ -56,16 +62,21 @@ def host_report(
     if node is None:
         return {"problems": problems, "warnings": warnings}
     variant = (plan.get("runtime") or {}).get("variant")
-    if variant != "cpu":
+    if variant != "cpu" and "gpus" in compare:
         driver = driver_report(facts, node, host)
         problems += driver["problems"]
         warnings += driver["warnings"]
         if not node.get("gpus") and facts.get("gpus") and instances_on(plan, host):
             warnings.append(f"{host} has {describe(facts['gpus'])}, and its variable gpus declares none")
-    problems += network_problems(facts, node, host)
-    problems += model_problems(facts, plan, host)
-    space = space_report(facts, plan, host, min_free_gib or {})
-    return {"problems": problems + space["problems"], "warnings": warnings + space["warnings"]}
+    if "network" in compare:
+        problems += network_problems(facts, node, host)
+    if "models" in compare:
+        problems += model_problems(facts, plan, host)
+    if "space" in compare:
+        space = space_report(facts, plan, host, min_free_gib or {})
+        problems += space["problems"]
+        warnings += space["warnings"]
+    return {"problems": problems, "warnings": warnings}
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
@@ -99,6 +110,9 @@ def driver_report(facts: Facts, node: Mapping[str, Any], host: str) -> dict[str,
         answer = stack(facts, node.get("nvidia") or {})
         needed = answer["needed"]
         report["problems"] += [f"{host}: {problem['text']}" for problem in answer["problems"]]
+        if answer["problems"] and not facts.get("gpus"):
+            # What the driver's absence means cannot be told before it is known which one is wanted.
+            return report
     on_bus = len((facts.get("nvidia") or {}).get("pci_devices") or [])
     if needed and declared and not facts.get("gpus") and on_bus == len(declared):
         # A new host, or one whose reboot is due: nothing of it is wrong that the host layer does not put right.

@@ -431,7 +431,7 @@ def test_every_check_has_a_fault_here() -> None:
 @pytest.mark.parametrize("hosts", [True, False])
 def test_one_verdict_on_hosts_and_network(verdict_of_network: str, hosts: bool) -> None:
     counts = {"fail": 0, "warn": 0, "pass": 3, "skip": 1} | {verdict_of_network: 2}
-    network = {"verdict": verdict_of_network, "counts": counts, "table": "network: ...", "matrix": {}, "findings": []}
+    network = {"verdict": verdict_of_network, "counts": counts, "table": "network: ...", "html": "", "findings": []}
     before = preflight.preflight({"n1": host()} if hosts else {}, PLAN, fail_on="warn")
     result = preflight.with_network(before, network)
     assert (result["ok"], result["status"]) == (verdict_of_network != "fail", verdict_of_network)

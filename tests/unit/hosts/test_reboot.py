@@ -61,7 +61,7 @@ def needed(facts: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, 
 
 
 def test_a_healthy_host_needs_none() -> None:
-    nothing = {"needed": False, "reasons": [], "kinds": [], "blockers": []}
+    nothing = {"needed": False, "reasons": [], "kinds": [], "disabling": [], "blockers": []}
     assert needed(host()) == nothing
     assert needed(host(), {"needed": True}) == nothing
     # as recorded: a container without kernels, packages and systemd, and without what older facts lack

@@ -6,7 +6,12 @@ import copy
 from typing import Any
 
 import pytest
-from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts.verify import host_report, model_paths, wanted_paths
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts.verify import (
+    COMPARED,
+    host_report,
+    model_paths,
+    wanted_paths,
+)
 
 H200 = {"name": "NVIDIA H200", "memory_total_mib": 143771}
 
@@ -123,6 +128,19 @@ def test_a_driver_of_somebody_else_must_be_there_already() -> None:
 def test_what_cannot_be_installed_is_told_before_anything_is() -> None:
     found = problems(BARE, gpu_plan(nvidia_driver_source="distribution"))
     assert any(text.startswith("n2: nvidia_driver_source is 'distribution'") and "cu129" in text for text in found)
+
+
+def test_a_wish_that_is_refused_is_the_only_error() -> None:
+    """Whether the missing driver is one too cannot be told before it is known which one is wanted."""
+    (problem,) = problems(BARE, gpu_plan(nvidia_driver_branch=570))
+    assert problem.startswith("n2: nvidia_driver_branch is 570")
+
+
+def test_only_what_is_asked_for_is_compared() -> None:
+    wrong = facts(gpus=[], nics=[], paths={}, filesystems=[{"mountpoint": "/dev/shm", "size_bytes": 1}])
+    counts = {part: len(host_report(wrong, PLAN, "n2", {}, [part])["problems"]) for part in COMPARED}
+    assert counts == {"gpus": 1, "network": 1, "models": 1, "space": 1}
+    assert len(host_report(wrong, PLAN, "n2", {})["problems"]) == 4
 
 
 def test_mig_is_refused() -> None:
