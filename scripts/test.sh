@@ -37,7 +37,7 @@ scenarios() {
 
 molecule_all() {
     # The first scenarios are the cheap ones: a broken lab shows in a minute.
-    if [ "$#" -gt 0 ]; then scenarios "$@"; else scenarios lab preflight driver cluster cluster_mp; fi
+    if [ "$#" -gt 0 ]; then scenarios "$@"; else scenarios lab preflight ssh firewall driver cluster cluster_mp; fi
 }
 
 what=${1:-all}

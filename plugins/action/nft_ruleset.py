@@ -124,6 +124,8 @@ class ActionModule(GuardedAction):
         if not isinstance(found, dict) or "mode" not in found:
             raise AnsibleError("rules: give what the filter ironrack.vllm.firewall_rules returns")
         self.admins: list[str] = []
+        # With rules, the role's validation has shown them.
+        self.warnings = found.get("warnings", []) if found["mode"] == "off" else []
         # What the text and the settings say already need not travel.
         arguments["rules"] = {"mode": found["mode"]}
         if found["mode"] == "off":
@@ -137,6 +139,8 @@ class ActionModule(GuardedAction):
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
+        if self.warnings:
+            result["warnings"] = [*result.get("warnings", []), *self.warnings]
         return {**result, "admin_networks": self.admins} if self.admins else result
 
     def _present(self) -> str:

@@ -14,7 +14,7 @@ description:
     be confirmed. When it does not come through in time, the node takes the old rules back by itself and the task fails.
   - >-
     What is confirmed is kept in C(/etc/ironrack/firewall.nft), which C(ironrack-firewall.service) loads at boot before
-    the network is up, and again whenever C(nftables.service) is restarted.
+    the network is up. C(nftables.service), whose start and reload remove every table, loads it again afterwards.
   - Whoever is connected at the moment is let in by SSH as well.
 author:
   - The ironrack authors
@@ -90,6 +90,7 @@ from ansible_collections.ironrack.vllm.plugins.module_utils.guard import Guard, 
 ROOT = "/"
 TABLE = ("inet", "ironrack")
 UNIT = "ironrack-firewall.service"
+RESERVED = "net.ipv4.ip_local_reserved_ports"
 # Connections that are open before the first rules: the kernel does not know them, and would take the next packet that
 # comes in for a new connection. It watches for some seconds before anything is dropped.
 WATCH_SECONDS = 3
@@ -109,10 +110,7 @@ DefaultDependencies=no
 Wants=network-pre.target
 Before=network-pre.target shutdown.target
 Conflicts=shutdown.target
-# Its start and its reload begin with the removal of every table.
 After=local-fs.target systemd-sysctl.service nftables.service
-PartOf=nftables.service
-ReloadPropagatedFrom=nftables.service
 
 [Service]
 Type=oneshot
@@ -122,6 +120,13 @@ ExecReload={nft} -f {rules}
 
 [Install]
 WantedBy=sysinit.target
+"""
+# A failure of ours must not stop theirs, which would remove every table once more.
+DROP_IN_TEXT = """\
+# Managed by ironrack: the start and the reload of nftables begin with the removal of every table.
+[Service]
+ExecStartPost=-{nft} -f {rules}
+ExecReload=-{nft} -f {rules}
 """
 
 
@@ -135,17 +140,23 @@ class Node:
     def __init__(self, module, root):
         self.nft = module.get_bin_path("nft", opt_dirs=["/usr/sbin", "/sbin"])
         self.rules = os.path.join(root, "etc/ironrack/firewall.nft")
-        self.staged = self.rules + ".new"
         # How nft lists the table that it made of the rules: another listing later means that somebody changed it.
         self.listing = os.path.join(root, "etc/ironrack/firewall.listing")
         self.unit = os.path.join(root, "etc/systemd/system", UNIT)
+        self.drop_in = os.path.join(root, "etc/systemd/system/nftables.service.d/60-ironrack.conf")
         self.kernel = os.path.join(root, "etc/sysctl.d/61-ironrack-firewall.conf")
+        # Kernel settings as they were before the first change, to go back to: {name: value}.
+        self.kernel_before = os.path.join(root, "etc/ironrack/firewall.kernel")
         self.before = os.path.join(root, "run/ironrack/firewall.before")
         self.ufw = os.path.join(root, "etc/ufw/ufw.conf")
         self.legacy = os.path.join(root, "proc/net/ip_tables_names")
         self.proc_sys = os.path.join(root, "proc/sys")
         self.systemd = os.path.isdir(os.path.join(root, "run/systemd/system"))
         self.guard = Guard("firewall", module.params["seconds"], os.path.join(root, "run/ironrack/guard"))
+
+    def setting(self, name):
+        """The file of a kernel setting."""
+        return os.path.join(self.proc_sys, *name.split("."))
 
     def run(self, *command):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -236,16 +247,38 @@ def remove(path):
         os.unlink(path)
 
 
+def together(*lists):
+    """Lists of ports as the kernel writes them, as in 4000,5000-5010, as one."""
+    pairs = []
+    for part in ",".join(lists).split(","):
+        if part.strip():
+            low, _, high = part.strip().partition("-")
+            pairs.append((int(low), int(high or low)))
+    found = []
+    for low, high in sorted(pairs):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        else:
+            found.append((low, high))
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+
+
 class Ruleset:
     """What is wanted, and what of it is there."""
 
     def __init__(self, node, text, kernel):
         self.node = node
         self.text = text
-        self.kernel = kernel
-        lines = [f"{name} = {value}" for name, value in sorted(kernel.items())]
+        self.kernel = dict(kernel)
+        if RESERVED in kernel:
+            # What the site has reserved stays so.
+            others = self.before().get(RESERVED, read(node.setting(RESERVED)))
+            self.kernel[RESERVED] = together(others, kernel[RESERVED])
+        lines = [f"{name} = {value}" for name, value in sorted(self.kernel.items())]
         self.kernel_text = "\n".join(["# Managed by ironrack: the ports of the firewall.", *lines, ""]) if lines else ""
-        self.unit_text = UNIT_TEXT.format(nft=node.nft or "/usr/sbin/nft", rules=node.rules) if text else ""
+        self.units = {node.unit: UNIT_TEXT, node.drop_in: DROP_IN_TEXT} if node.systemd or not text else {}
+        for path, unit in self.units.items():
+            self.units[path] = unit.format(nft=node.nft, rules=node.rules) if text else ""
 
     def table_differs(self):
         if not self.text:
@@ -256,24 +289,49 @@ class Ruleset:
         return not live or live != read(self.node.listing)
 
     def settings(self):
-        """Kernel settings that are not in force: (file, value)."""
+        """Kernel settings that are not in force: (name, file, value)."""
+        before = self.before()
+        # What is not set any more goes back to what it was.
+        wanted = {name: value for name, value in before.items() if name not in self.kernel} | self.kernel
         found = []
-        for name, value in self.kernel.items():
-            path = os.path.join(self.node.proc_sys, *name.split("."))
+        for name, value in wanted.items():
+            path = self.node.setting(name)
             if read(path).split() != str(value).split():
-                found.append((path, str(value)))
+                found.append((name, path, str(value)))
         return found
+
+    def before(self):
+        """What settings of this firewall were before it made them."""
+        text = read(self.node.kernel_before)
+        return json.loads(text) if text else {}
 
     def rest_differs(self):
         node = self.node
-        wanted = [(node.rules, self.text), (node.kernel, self.kernel_text)]
-        if node.systemd or not self.text:
-            wanted.append((node.unit, self.unit_text))
+        wanted = [(node.rules, self.text), (node.kernel, self.kernel_text), *self.units.items()]
         if any(read(path) != content or (not content and os.path.lexists(path)) for path, content in wanted):
             return True
-        if self.text and node.systemd and self.node.run("systemctl", "is-enabled", "--quiet", UNIT)[0]:
+        if self.text and node.systemd and node.run("systemctl", "is-enabled", "--quiet", UNIT)[0]:
             return True
-        return bool(self.settings())
+        return bool(self.settings()) or set(self.before()) != set(self.kernel)
+
+    def set_kernel(self):
+        node = self.node
+        before = self.before()
+        for name in self.kernel:
+            before.setdefault(name, " ".join(read(node.setting(name)).split()))
+        if before:
+            write(node.kernel_before, json.dumps(before) + "\n")
+        if self.kernel_text:
+            write(node.kernel, self.kernel_text)
+        else:
+            remove(node.kernel)
+        for _, path, value in self.settings():
+            set_kernel(path, value)
+        kept = {name: value for name, value in before.items() if name in self.kernel}
+        if not kept:
+            remove(node.kernel_before)
+        elif kept != before:
+            write(node.kernel_before, json.dumps(kept) + "\n")
 
     def arm_and_load(self):
         """Put the new table in force, to be taken back unless it is confirmed."""
@@ -287,7 +345,7 @@ class Ruleset:
             if not live:
                 node.load(WATCH)
                 time.sleep(WATCH_SECONDS)
-            node.must(node.nft, "-f", node.staged)
+            node.load(self.text)
         except RulesetError:
             node.guard.revert()
             raise
@@ -296,17 +354,12 @@ class Ruleset:
         """Make what is in force last."""
         node = self.node
         write(node.rules, self.text)
-        remove(node.staged)
         write(node.listing, node.table())
-        if self.kernel_text:
-            write(node.kernel, self.kernel_text)
-        else:
-            remove(node.kernel)
-        for path, value in self.settings():
-            set_kernel(path, value)
+        self.set_kernel()
         if node.systemd:
-            changed = read(node.unit) != self.unit_text
-            write(node.unit, self.unit_text)
+            changed = [path for path, text in self.units.items() if read(path) != text]
+            for path in changed:
+                write(path, self.units[path])
             if changed:
                 node.must("systemctl", "daemon-reload")
             node.must("systemctl", "enable", "--quiet", UNIT)
@@ -319,8 +372,12 @@ class Ruleset:
         if node.systemd and os.path.lexists(node.unit):
             node.run("systemctl", "disable", "--quiet", UNIT)
             node.run("systemctl", "stop", UNIT)
-        for path in (node.unit, node.rules, node.staged, node.listing, node.kernel):
+        self.set_kernel()
+        for path in (*self.units, node.rules, node.listing):
             remove(path)
+        with contextlib.suppress(OSError):
+            # Somebody else's drop-ins stay, and so does their folder.
+            os.rmdir(os.path.dirname(node.drop_in))
         if node.systemd:
             node.must("systemctl", "daemon-reload")
         if node.nft and node.table():
@@ -330,7 +387,8 @@ class Ruleset:
 def set_kernel(path, value):
     try:
         with open(path, "w", encoding="utf-8") as handle:
-            handle.write(value)
+            # An empty value is one, too.
+            handle.write(value + "\n")
     except OSError as error:
         raise RulesetError(
             f"{path} = {value}: {error.strerror}; strict_ports needs it, set firewall_mode:"
@@ -340,7 +398,7 @@ def set_kernel(path, value):
 
 def check_kernel(ruleset):
     """Whether settings can be made is known before anything is changed."""
-    for path, value in ruleset.settings():
+    for _, path, value in ruleset.settings():
         if not os.access(path, os.W_OK):
             raise RulesetError(
                 f"{path} = {value}: cannot be set here (a container whose kernel settings are read-only?); set"
@@ -377,7 +435,6 @@ def apply(module, node):
         table, rest = ruleset.table_differs(), ruleset.rest_differs()
         result["changed"] = table or rest
         if result["changed"] and not module.check_mode:
-            write(node.staged, ruleset.text)
             if table:
                 ruleset.arm_and_load()
                 result["guard"] = {"name": node.guard.name, "seconds": node.guard.seconds}

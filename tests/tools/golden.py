@@ -98,6 +98,10 @@ class Topology:
             variables |= source
         return Templar(loader=self._loader, variables=variables).template(value)
 
+    def variable(self, host: str, role: str, name: str) -> Any:
+        """One of a role's own variables on this host."""
+        return self.template(host, role, self._yaml(role, "vars/main.yml")[name])
+
     def rendered(self, host: str, role: str) -> dict[str, str]:
         """The files that the tasks `ironrack.vllm.render` of a role write."""
         files: dict[str, str] = {}
@@ -128,12 +132,26 @@ def read_hardware(name: str) -> dict[str, Any]:
     return hardware
 
 
+def firewall(topology: Topology, host: str) -> dict[str, str]:
+    """As it goes into force where nobody is connected whom firewall_admin_networks leaves out."""
+    if "ironrack_runtime" not in topology.groups(host):
+        return {}
+    from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import nft  # noqa: PLC0415 - found once the loader is set up
+
+    rules = topology.variable(host, "firewall", "__firewall_rules")
+    files = {"/etc/ironrack/firewall.nft": nft.render(rules)}
+    if rules["kernel"]:
+        lines = [f"{name} = {value}\n" for name, value in sorted(rules["kernel"].items())]
+        files["/etc/sysctl.d/61-ironrack-firewall.conf"] = "".join(lines)
+    return files
+
+
 def fabric(topology: Topology, host: str) -> dict[str, str]:
     return topology.rendered(host, "fabric") if "ironrack_runtime" in topology.groups(host) else {}
 
 
 # Each gets a topology and a host, and returns the content of files by their path on the host.
-RENDERERS: tuple[Callable[[Topology, str], dict[str, str]], ...] = (fabric,)
+RENDERERS: tuple[Callable[[Topology, str], dict[str, str]], ...] = (fabric, firewall)
 
 
 def render() -> dict[str, str]:

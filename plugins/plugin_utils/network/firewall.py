@@ -18,6 +18,7 @@ MODES = ("off", "trusted_cluster", "strict_ports")
 Ports = list[list[int]]
 
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_WORDS = {"yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False}
 _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]{1,15}\*?")
 # Below this no kernel range may begin: the pinned ports of Ray and vLLM and those of the system live there.
 _LOWEST_EPHEMERAL = 32768
@@ -32,7 +33,9 @@ DEFAULTS: dict[str, Any] = {
     "ephemeral_ports": "50000-60999",
     "trusted_interfaces": [],
     "extra": [],
+    # Of other roles: ssh_between_nodes, base_time_serve.
     "ssh_between_nodes": False,
+    "time_serve": False,
     "confirm_seconds": 60,
 }
 
@@ -101,6 +104,9 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     # What YAML makes of an `off` without quotes.
     if complete["mode"] in (False, "False"):
         complete["mode"] = "off"
+    # What -e makes of true and false.
+    if str(complete["time_serve"]).lower() in _WORDS:
+        complete["time_serve"] = _WORDS[str(complete["time_serve"]).lower()]
     return complete
 
 
@@ -112,6 +118,8 @@ def check(settings: Mapping[str, Any]) -> list[str]:
     problems = []
     for name in ("admin_networks", "client_networks", "monitoring_networks"):
         problems += _check_networks(f"firewall_{name}", settings[name])
+    if not isinstance(settings["time_serve"], bool):
+        problems += _check_networks("base_time_serve", settings["time_serve"])
     for name in ("ssh_ports", "gateway_ports"):
         for port in settings[name]:
             found = _port_range(port)
@@ -343,12 +351,27 @@ def _watched(
     return rules
 
 
+def _time(cluster: _Cluster, interface: str | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Who may ask this node for the time: the nodes, or the networks that base_time_serve lists."""
+    serve = settings["time_serve"]
+    if not serve:
+        return []
+    row = next(row for row in MATRIX if row.targets == "time")
+    port = _singles([row.port])
+    if serve is True:
+        nodes = cluster.of(cluster.nodes)
+        return [
+            _rule(row.purpose, "cluster", nodes, port, rows=[row.number], interface=interface, protocol=row.protocol)
+        ]
+    return [_rule(row.purpose, "time", list(map(str, serve)), port, rows=[row.number], protocol=row.protocol)]
+
+
 def _kernel(cluster: _Cluster, settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, str]:
     """Kernel settings: pinned ports are nobody's ephemeral port, and strict lists need a known range."""
     pinned: set[tuple[int, int]] = set()
     for row in MATRIX:
         listed = row.ports(values)
-        if listed and row.used and "ray" in row.targets:
+        if listed and row.used and cluster.ray and "ray" in row.targets:
             pinned.add(listed)
     for host in cluster.nodes:
         pinned |= {(low, high) for low, high in _api_ports(cluster, host)}
@@ -390,7 +413,9 @@ def rules(
     if settings["mode"] == "off":
         if problems:
             raise FirewallError("\n".join(problems))
-        return {"host": host, "mode": "off", "rules": [], "kernel": {}, "warnings": [], "admin_networks": []}
+        told = [f"firewall_{name}" for name in ("admin_networks", "client_networks", "extra") if settings[name]]
+        warnings = [f"firewall_mode is off: nothing is filtered, in spite of {', '.join(told)}"] if told else []
+        return {"host": host, "mode": "off", "rules": [], "kernel": {}, "warnings": warnings, "admin_networks": []}
     problems += cluster.missing()
     wanted = len(cluster.of(cluster.nodes)) > 1 and host in cluster.nodes
     if wanted and not interface:
@@ -403,6 +428,7 @@ def rules(
     found = [
         _rule("SSH", "admins", settings["admin_networks"], _singles(settings["ssh_ports"]), rows=[3]),
         *_between_nodes(cluster, host, str(interface), settings, values),
+        *_time(cluster, interface, settings),
         *_endpoint(cluster, host, interface, settings),
         *_watched(cluster, host, interface, settings, values),
     ]

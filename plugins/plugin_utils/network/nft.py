@@ -13,12 +13,13 @@ _FAMILIES = ((4, "ip", "ipv4_addr"), (6, "ip6", "ipv6_addr"))
 # Path MTU discovery, neighbours and routers: without them connections hang or nothing is found at all.
 _CONTROL = (
     "icmp type { destination-unreachable, time-exceeded, parameter-problem } accept",
-    "icmp type echo-request limit rate 50/second burst 100 packets accept",
+    # Room for a preflight in which every node asks every other one.
+    "icmp type echo-request limit rate 1000/second burst 1000 packets accept",
     "icmpv6 type { destination-unreachable, packet-too-big, time-exceeded, parameter-problem } accept",
     "icmpv6 type { nd-router-solicit, nd-router-advert, nd-neighbor-solicit, nd-neighbor-advert,"
     " ind-neighbor-solicit, ind-neighbor-advert, mld-listener-query, mld-listener-report, mld-listener-done,"
     " mld2-listener-report } accept",
-    "icmpv6 type echo-request limit rate 50/second burst 100 packets accept",
+    "icmpv6 type echo-request limit rate 1000/second burst 1000 packets accept",
     "ip protocol igmp accept",
     "udp sport 67 udp dport 68 accept",
     "ip6 saddr fe80::/10 udp sport 547 udp dport 546 accept",

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..inventory.cluster import RAY_PORTS
-
 EPHEMERAL = "ephemeral"
 
 # What a port number may come from, beside a variable's name: these words, or the number itself.
@@ -49,6 +47,8 @@ INSTANCE_PORTS = {"port": 8000, "master_port": 29501, "data_parallel_rpc_port": 
 
 
 def _number(word: str, values: Mapping[str, Any]) -> int | None:
+    from ..inventory.cluster import RAY_PORTS  # noqa: PLC0415 - the inventory's validation uses the firewall's
+
     if word.isdigit():
         return int(word)
     value = values.get(word, RAY_PORTS.get(word, INSTANCE_PORTS.get(word)))
@@ -109,6 +109,7 @@ MATRIX: tuple[Row, ...] = (
         "ray_client_server_port", used=False),
     Row(31, _WATCH, "observability", "all", "9100", "tcp", "node exporter", "its flag"),
     Row(31, _WATCH, "observability", "all", "9400", "tcp", "dcgm-exporter", "its flag"),
+    Row(32, "time", "cluster", "time", "123", "udp", "NTP", "base_time_serve"),
 )
 # fmt: on
 

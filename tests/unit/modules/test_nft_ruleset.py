@@ -77,11 +77,11 @@ class Host:
 @pytest.fixture(name="host")
 def fixture_host(tmp_path: Path) -> Iterator[Host]:
     if shutil.which("nft") is None or shutil.which("unshare") is None:
-        pytest.skip("needs nft and unshare")
+        pytest.skip("needs nft (package nftables) and unshare; the scenario firewall shows the same on booted nodes")
     host = Host(tmp_path)
     try:
         if host.run("nft", "list", "tables").returncode:
-            pytest.skip("needs the right to use nftables in a network namespace")
+            pytest.skip("needs the right to use nftables in a network namespace; the scenario firewall has it")
         yield host
     finally:
         host.holder.terminate()
@@ -212,14 +212,33 @@ def test_kernel_settings(host: Host) -> None:
     setting.write_text("32768\t60999\n")
     kernel = {"net.ipv4.ip_local_port_range": "50000 60999"}
     host.apply(TEXT % 22, kernel=kernel)
-    assert setting.read_text() == "50000 60999"
+    assert setting.read_text().split() == ["50000", "60999"]
     assert "ip_local_port_range = 50000 60999" in host.file("etc/sysctl.d/61-ironrack-firewall.conf").read_text()
     setting.write_text("32768 60999\n")
     again = host.module(TEXT % 22, kernel=kernel)
     assert again["changed"]
     assert "guard" not in again, "the rules are in force: nobody can be locked out by this"
+    host.module(TEXT % 22, kernel=kernel)
     host.apply(TEXT % 23)
     assert not host.file("etc/sysctl.d/61-ironrack-firewall.conf").exists()
+    assert setting.read_text().split() == ["32768", "60999"], "as it was before"
+    assert not host.module(TEXT % 23)["changed"]
+
+
+def test_ports_that_the_site_reserves_stay_reserved(host: Host) -> None:
+    setting = host.file("proc/sys/net/ipv4/ip_local_reserved_ports")
+    setting.parent.mkdir(parents=True)
+    setting.write_text("40000-40010,44217\n")
+    kernel = {"net.ipv4.ip_local_reserved_ports": "44217-44227,50000"}
+    host.apply(TEXT % 22, kernel=kernel)
+    assert setting.read_text() == "40000-40010,44217-44227,50000\n"
+    assert not host.module(TEXT % 22, kernel=kernel)["changed"]
+    assert host.module("")["changed"]
+    assert setting.read_text() == "40000-40010,44217\n"
+    setting.write_text("\n")
+    host.apply(TEXT % 22, kernel=kernel)
+    host.module("")
+    assert setting.read_text() == "\n", "nothing is a value, too"
 
 
 def test_a_kernel_setting_that_cannot_be_made(host: Host) -> None:

@@ -71,7 +71,7 @@ def lets_in(found: dict[str, Any], source: str, port: int, protocol: str = "tcp"
 
 
 def test_matrix_is_whole() -> None:
-    assert sorted({row.number for row in ports.MATRIX}) == list(range(1, 32))
+    assert sorted({row.number for row in ports.MATRIX}) == list(range(1, 33))
 
 
 def test_matrix_follows_the_inventory() -> None:
@@ -128,6 +128,20 @@ def test_strict_meeting_port_without_ray() -> None:
 
 def test_strict_ssh_between_nodes_is_asked_for() -> None:
     assert lets_in(rules("n2", "strict_ports", settings={"ssh_between_nodes": True}), "10.77.1.13", 22)
+
+
+@pytest.mark.parametrize("mode", ["trusted_cluster", "strict_ports"])
+def test_time_is_served_where_it_is_asked_for(mode: str) -> None:
+    served = rules("n1", mode, settings={"time_serve": True})
+    assert lets_in(served, "10.77.1.12", 123, "udp")
+    assert not lets_in(served, "10.77.1.99", 123, "udp")
+    assert not lets_in(served, "10.77.1.12", 123, "udp", interface="eth0")
+    assert rules("n1", mode, settings={"time_serve": "true"}) == served, "given with -e"
+    listed = rules("n1", mode, settings={"time_serve": ["192.0.2.0/24"]})
+    assert lets_in(listed, "192.0.2.9", 123, "udp", interface="eth0")
+    assert not lets_in(listed, "10.77.1.12", 123, "udp")
+    for asked in (False, "no", []):
+        assert not lets_in(rules("n1", mode, settings={"time_serve": asked}), "10.77.1.12", 123, "udp")
 
 
 def test_strict_follows_ray_port() -> None:
@@ -195,14 +209,15 @@ def test_ipv6() -> None:
 
 def test_kernel() -> None:
     assert rules()["kernel"] == {"net.ipv4.ip_local_reserved_ports": "44217,44227"}
-    strict = rules(mode="strict_ports", settings={"ephemeral_ports": "40000-50000"}, plan=plan("mp"))
+    strict = rules(mode="strict_ports", settings={"ephemeral_ports": "40000-50000"})
     assert strict["kernel"] == {
         "net.ipv4.ip_local_port_range": "40000 50000",
         "net.ipv4.ip_local_reserved_ports": "44217,44227",
     }
     cluster = plan("mp")
     cluster["hosts"]["n2"]["instances"][0]["args"] = ["--master-port=41000"]
-    assert rules(plan=cluster)["kernel"]["net.ipv4.ip_local_reserved_ports"] == "41000,44217,44227"
+    assert rules(plan=cluster)["kernel"] == {"net.ipv4.ip_local_reserved_ports": "41000"}, "no Ray, no ports of Ray"
+    assert rules(plan=plan("mp"))["kernel"] == {}
 
 
 def test_off_asks_for_nothing() -> None:
@@ -210,6 +225,9 @@ def test_off_asks_for_nothing() -> None:
         found = rules("n2", mode, interface=None, settings={"admin_networks": []})  # type: ignore[arg-type]
         assert found["rules"] == []
         assert found["mode"] == "off"
+        assert found["warnings"] == []
+    told = rules("n2", "off", interface=None)["warnings"]
+    assert told == ["firewall_mode is off: nothing is filtered, in spite of firewall_admin_networks"]
 
 
 # The one who is connected
@@ -260,6 +278,7 @@ def test_another_port_of_sshd_is_refused() -> None:
         ({"extra": [{"from": ["10.0.0.0/8"]}]}, "firewall_extra[0].ports"),
         ({"extra": [{"from": ["10.0.0.0/8"], "port": [1], "ports": [1]}]}, "firewall_extra[0].port:"),
         ({"extra": [{"from": ["10.0.0.0/8"], "ports": [1], "protocol": "icmp"}]}, "firewall_extra[0].protocol = icmp"),
+        ({"time_serve": ["10.20.0.5/16"]}, "base_time_serve = 10.20.0.5/16"),
         ({"confirm_seconds": 5}, "firewall_confirm_seconds = 5"),
     ],
 )
@@ -324,21 +343,30 @@ def in_namespace(*command: str, text: str = "") -> subprocess.CompletedProcess[s
 
 needs_nft = pytest.mark.skipif(
     shutil.which("nft") is None or in_namespace("nft", "list", "tables").returncode != 0,
-    reason="needs nft and the right to make a network namespace",
+    reason="needs nft (package nftables) and the right to make network namespaces; the scenario firewall needs neither",
 )
 
 
 @needs_nft
 @pytest.mark.parametrize("mode", ["trusted_cluster", "strict_ports"])
-def test_nft_takes_the_text_again_and_again(mode: str) -> None:
+def test_nft_takes_the_text_again_and_again(mode: str, tmp_path: Path) -> None:
     text = nft.render(everything(mode))
     twice = in_namespace(
-        "sh", "-c", 'cat > "$0"; nft -f "$0" && nft -f "$0" && nft -s list ruleset', "/dev/shm/x", text=text
+        "sh", "-c", 'cat > "$0"; nft -f "$0" && nft -f "$0" && nft -s list ruleset', str(tmp_path / "x"), text=text
     )
     done = in_namespace("nft", "-f", "-", text=text + text)
     assert done.returncode == 0, done.stderr
     assert twice.returncode == 0, twice.stderr
     assert twice.stdout.count("table inet ironrack") == 1
+
+
+@needs_nft
+def test_nft_takes_the_golden_files() -> None:
+    golden = sorted((Path(__file__).resolve().parents[3] / "tests/golden").rglob("firewall.nft"))
+    assert golden
+    # Each begins with the removal of the one before.
+    done = in_namespace("nft", "-f", "-", text="\n".join(path.read_text("utf-8") for path in golden))
+    assert done.returncode == 0, done.stderr
 
 
 # All together
@@ -386,4 +414,4 @@ def test_the_role_hands_over_what_is_read() -> None:
     assert set(private["__firewall_settings"]) == set(firewall.DEFAULTS)
     named = {name: public[f"firewall_{name}"] for name in firewall.DEFAULTS if f"firewall_{name}" in public}
     assert named == {name: firewall.DEFAULTS[name] for name in named}
-    assert set(firewall.DEFAULTS) - set(named) == {"ssh_between_nodes"}
+    assert set(firewall.DEFAULTS) - set(named) == {"ssh_between_nodes", "time_serve"}

@@ -27,6 +27,7 @@ def test_rendered_is_golden() -> None:
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_topology_has_golden_files(name: str) -> None:
     assert list((GOLDEN / name).rglob("node.env"))
+    assert list((GOLDEN / name).rglob("firewall.nft"))
 
 
 def test_a_difference_is_shown(tmp_path: Path) -> None:
