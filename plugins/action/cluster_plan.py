@@ -286,7 +286,9 @@ def _has_template(value: Any) -> bool:
 
 
 def _role_options() -> dict[str, Any]:
-    """The options of every role of this collection."""
+    """The options of every role of this collection, with their limits."""
+    from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import limits  # noqa: PLC0415 - an old Python can't read it
+
     options: dict[str, Any] = {}
     for path in sorted(COLLECTION.glob("roles/*/defaults/main.yml")):
         # A default without a spec is known all the same.
@@ -294,7 +296,7 @@ def _role_options() -> dict[str, Any]:
     for path in sorted(COLLECTION.glob("roles/*/meta/argument_specs.yml")):
         for entry_point in (_read(path).get("argument_specs") or {}).values():
             options.update(entry_point.get("options") or {})
-    return options
+    return limits.limited(options)
 
 
 def _read(path: Path) -> dict[str, Any]:

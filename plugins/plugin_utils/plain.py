@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+VAULTED = "(vaulted)"
+
 
 def to_plain(value: Any) -> Any:
     """A deep copy made of built-in types only."""
@@ -28,6 +30,6 @@ def to_plain(value: Any) -> Any:
         return sorted((to_plain(item) for item in value), key=str)
     if hasattr(value, "_ciphertext"):
         # A value from a vault: nothing that is decided or shown here needs its text.
-        return "(vaulted)"
+        return VAULTED
     # Dates and paths have no better plain form than their text.
     return str(value)

@@ -201,6 +201,62 @@ def test_one_message_without_secrets(contract: Run) -> None:
 
 
 @pytest.fixture(scope="module")
+def of_roles(run: Callable[..., Run]) -> Run:
+    """Variables of roles that run late, when others have changed the hosts; those with -e are texts."""
+    return run(
+        hosts(),
+        {
+            **variables(),
+            "base_sysctl": {"swappiness": 10},
+            "firewall_ssh_ports": [22, 0],
+            "host_reboot_reasons": [""],
+            "preflight_accept": ["xidd"],
+            "preflight_min_free_gib": {"shm": -1},
+            "preflight_nvidia_smi": "nvidia-smi -q",
+            "ray_token": "swordfish",
+            "vllm_stop_timeout": None,
+        },
+        options="-e host_reboot_timeout=0 -e host_reboot_record=../x -e host_reboot_force=perhaps -e cuda_compat="
+        " -e preflight_xid_hours=nan -e preflight_report_dir=reports",
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["base_sysctl.swappiness = 10", "no name of a kernel setting", "correct or remove it"],
+        ["firewall_ssh_ports[1] = 0", "is less than 1", "use 1 or more"],
+        ["host_reboot_reasons[0] = ''", "is empty", "write why"],
+        ["host_reboot_timeout = 0", "is less than 1", "use 1 or more"],
+        ["host_reboot_record = ../x", "no name of a record", "use letters"],
+        ["host_reboot_force = perhaps", "is not true or false", "for example false"],
+        ["cuda_compat = ''", "is not true or false", "for example false"],
+        ["preflight_accept[0] = xidd", "not one of the choices", "did you mean xid?"],
+        ["preflight_min_free_gib.shm = -1", "is less than 0", "use 0 or more"],
+        ["preflight_nvidia_smi = nvidia-smi -q", "is no program", "without arguments"],
+        ["preflight_report_dir = reports", "not an absolute path", "begin it with /"],
+        ["preflight_xid_hours = nan", "not a number", "for example 24"],
+        ["ray_token = (hidden)", "too short", "give 16 characters"],
+        ["vllm_stop_timeout = null", "not an integer", "for example 20"],
+    ],
+    ids=lambda words: words[0].split(" = ")[0],
+)
+def test_variables_of_roles(of_roles: Run, words: list[str]) -> None:
+    assert of_roles.status == "failed"
+    assert not of_roles.contacted
+    assert "14 problems in the inventory" in of_roles.text
+    assert "swordfish" not in of_roles.output
+    for word in words:
+        assert word in of_roles.text
+
+
+def test_numbers_and_booleans_may_come_as_text(run: Callable[..., Run]) -> None:
+    words = "host_reboot_timeout=600 host_reboot_force=false preflight_xid_hours=0.5 base_acs_off=no ray_port=6379"
+    found = run(hosts(), variables(), options=" ".join(f"-e {word}" for word in words.split()))
+    assert found.status == "successful", found.text
+
+
+@pytest.fixture(scope="module")
 def cluster(run: Callable[..., Run]) -> Run:
     """Variables that are fine by themselves and wrong together."""
     inventory = hosts(n2={"gpus": {**SLOTS, "count": 8}}, n3={"cluster_address": None})

@@ -504,10 +504,17 @@ class Builder:
     def check_driver(self, engines: list[Engine], variant: str) -> None:
         """What can be told of these variables before the hosts are looked at."""
         for host in dict.fromkeys(host for engine in engines for host in engine.used) if variant != "cpu" else ():
-            faults = nvidia.check(self.driver_request(host, variant))[1]
-            for fault in faults + gpu_fabric.check_variables(self.values[host]):
+            wishes, faults = nvidia.check(self.driver_request(host, variant))
+            for fault in faults + nvidia.too_old(wishes) + gpu_fabric.check_variables(self.values[host]):
                 shown = show(fault.value, fault.variable)
                 self.problems.append(Problem(host, fault.variable, shown, fault.message, fault.remedy))
+
+    def check_network(self) -> None:
+        """What one variable of the roles firewall and ssh shows by itself."""
+        # Late: the ports of the firewall's matrix are those of Ray, above.
+        from ..network import offline  # noqa: PLC0415
+
+        self.problems += offline.problems(self.values)
 
     # Ports
 
@@ -655,6 +662,7 @@ class Builder:
         self.check_driver(planned, variant)
         worlds = [(engine.name, replica.nodes) for engine in planned for replica in engine.replicas]
         self.problems += fabrics.problems({host: self.values[host] for host in nodes}, worlds)
+        self.check_network()
         ray_nodes = [head, *workers] if head else []
         self.check_ports(planned, ray_nodes)
         if self.problems:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..plain import VAULTED
 from .contract import CONTRACT, FOREIGN_PREFIXES, MAGIC, OWNED_ENVIRONMENT, SWITCHES, Spec
 
 MINIMUM_CORE = (2, 19)
@@ -26,6 +28,7 @@ _CONTAINER_INTERFACE = re.compile(
 )
 _INSTANCE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 _ENVIRONMENT_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_ANY = r"(?s).*"
 _SHOWN = 120
 _NOT_SET = object()
 
@@ -186,7 +189,22 @@ def validate(
                 problems += _check_interface(host, coerced)
         values[host] = checked
     problems += _duplicate_addresses(values)
+    problems += _without_lock(values, names or {})
     return Checked(list(dict.fromkeys(problems)), values)
+
+
+def _without_lock(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, Iterable[str]]) -> Iterator[Problem]:
+    """The runtime for CUDA 12.9, which has no lock in this release. A template of the lock's path counts as given."""
+    for host, variables in values.items():
+        if variables.get("python_env_variant") != "cu129" or variables.get("python_env_lock"):
+            continue
+        if "python_env_lock" in variables or "python_env_lock" not in names.get(host, ()):
+            yield not_set(
+                host,
+                "python_env_lock",
+                "python_env_variant is cu129, for which no lock ships",
+                "give the lock file of a runtime that you made for it, or set python_env_variant to cu130",
+            )
 
 
 def is_foreign(name: str) -> bool:
@@ -236,23 +254,38 @@ def _check(value: Any, spec: Spec, path: str, found: list[Problem], hidden: bool
                 path,
                 show(value, path, hidden),
                 "is not one of the choices",
-                (f"{hint} " if hint else "") + f"choose {', '.join(map(str, choices))}",
+                (f"{hint} " if hint else "") + spec.get("remedy", f"choose {', '.join(map(str, choices))}"),
             )
         )
         return None
-    low, high = spec.get("minimum"), spec.get("maximum")
-    if isinstance(coerced, int) and not isinstance(coerced, bool):
-        if low is not None and coerced < low:
-            found.append(Problem("", path, show(value), f"is less than {low}", f"use {low} or more"))
-        if high is not None and coerced > high:
-            found.append(Problem("", path, show(value), f"is more than {high}", f"use {high} or less"))
+    if isinstance(coerced, int | float) and not isinstance(coerced, bool):
+        outside = list(_limits(value, coerced, spec, path, hidden))
+        found += outside
+        return None if outside else coerced
+    if isinstance(coerced, str) and coerced != VAULTED and not re.fullmatch(spec.get("pattern", _ANY), coerced):
+        found.append(Problem("", path, show(value, path, hidden), spec["problem"], spec["remedy"]))
+        return None
     if isinstance(coerced, Mapping):
         return _check_mapping(coerced, spec, path, found, hidden)
     if isinstance(coerced, list) and spec.get("elements"):
         inner = {**spec, "type": spec["elements"]}
         inner.pop("elements")
-        return [_check(item, inner, f"{path}[{index}]", found, hidden) for index, item in enumerate(coerced)]
+        told = len(found)
+        items = [_check(item, inner, f"{path}[{index}]", found, hidden) for index, item in enumerate(coerced)]
+        # Half a list would be judged as if the rest had been left out.
+        return items if len(found) == told else None
     return coerced
+
+
+def _limits(value: Any, number: float, spec: Spec, path: str, hidden: bool) -> Iterator[Problem]:
+    shown = show(value, path, hidden)
+    low, high, above = spec.get("minimum"), spec.get("maximum"), spec.get("above")
+    if low is not None and number < low:
+        yield Problem("", path, shown, f"is less than {low}", f"use {low} or more")
+    if above is not None and number <= above:
+        yield Problem("", path, shown, f"is not above {above}", f"use more than {above}")
+    if high is not None and number > high:
+        yield Problem("", path, shown, f"is more than {high}", f"use {high} or less")
 
 
 def _check_any(value: Any, alternatives: list[Spec], path: str, found: list[Problem], hidden: bool) -> Any:
@@ -281,6 +314,10 @@ def _check_any(value: Any, alternatives: list[Spec], path: str, found: list[Prob
 def _check_mapping(value: Mapping[Any, Any], spec: Spec, path: str, found: list[Problem], hidden: bool) -> Any:
     options: Spec | None = spec.get("options")
     if "keys" in spec:
+        for key in value if "key_pattern" in spec else ():
+            if not re.fullmatch(spec["key_pattern"], str(key)):
+                problem, remedy = f"is no {spec['keys']}", "correct or remove it"
+                found.append(Problem("", f"{path}.{key}", show(value[key], str(key), hidden), problem, remedy))
         inner: Spec = {"type": "dict", "options": options, "required": True} if options else dict(spec["value"])
         return {str(key): _check(item, inner, f"{path}.{key}", found, hidden) for key, item in value.items()}
     if options is None:
@@ -328,8 +365,9 @@ _ARTICLES = {
     "list": "a list",
     "dict": "a dictionary",
 }
-_TRUE = {"yes", "true", "on", "y", "t", "1"}
-_FALSE = {"no", "false", "off", "n", "f", "0"}
+# What the filter `bool` understands, with which roles read what came as text.
+_TRUE = {"yes", "true", "on", "1"}
+_FALSE = {"no", "false", "off", "0"}
 
 
 def _example(spec: Spec) -> str:
@@ -346,7 +384,7 @@ def _coerce(value: Any, kind: str) -> tuple[bool, Any]:
     if kind in ("raw", "any", "json", "jsonarg"):
         return True, value
     if kind in ("str", "path"):
-        if isinstance(value, bool | Mapping | list):
+        if value is None or isinstance(value, bool | Mapping | list):
             return False, None
         return True, str(value)
     if kind == "bool":
@@ -366,9 +404,10 @@ def _coerce(value: Any, kind: str) -> tuple[bool, Any]:
         if isinstance(value, bool):
             return False, None
         try:
-            return True, float(value)
-        except (TypeError, ValueError):
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
             return False, None
+        return math.isfinite(number), number
     if kind == "list":
         return isinstance(value, list | tuple), list(value) if isinstance(value, list | tuple) else None
     if kind == "dict":

@@ -178,6 +178,32 @@ def test_variables_of_the_driver_are_checked_before_any_host_is_contacted() -> N
     assert "quotes" in problems[1].remedy
 
 
+@pytest.mark.parametrize(
+    ("wrong", "variable"),
+    [
+        ({"nvidia_driver_branch": 590, "nvidia_driver_version": "580.159.04"}, "nvidia_driver_version"),
+        ({"nvidia_driver_branch": "550"}, "nvidia_driver_branch"),
+        ({"nvidia_driver_version": "570.211.01"}, "nvidia_driver_version"),
+        ({"cuda_version": "12.9"}, "cuda_version"),
+        ({"nvidia_driver_source": "local"}, "nvidia_driver_local"),
+        ({"nvidia_driver_precompiled": "yes"}, "nvidia_driver_precompiled"),
+        ({"gpu_fabric_nvidia_smi": "/x\nExecStartPost=/y"}, "gpu_fabric_nvidia_smi"),
+        ({"gpu_fabric_nvidia_smi": "/opt/my tools/nvidia-smi"}, "gpu_fabric_nvidia_smi"),
+    ],
+)
+def test_contradictions_are_told_without_a_connection(wrong: dict[str, Any], variable: str) -> None:
+    roles = {name: {"type": "raw"} for name in ("fabric_type", *wrong)}
+    checked = validate(gpu_box(**wrong), roles)
+
+    def load(path: str, model: Any) -> Any:
+        return find_config(path, model, FIXTURES.parent)
+
+    plan, problems = build(checked.values, {}, load)
+    assert plan == {}
+    assert {item.variable for item in problems} == {variable}
+    assert all(item.remedy for item in problems)
+
+
 def test_one_node_needs_no_address() -> None:
     hosts = {
         "box": {

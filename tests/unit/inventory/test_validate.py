@@ -202,3 +202,20 @@ def test_any_value_is_answered(variables) -> None:
         assert problem.problem
         assert problem.remedy
     render(problems(variables))
+
+
+@pytest.mark.parametrize(
+    ("variables", "names", "refused"),
+    [
+        ({"python_env_variant": "cu129"}, None, True),
+        ({"python_env_variant": "cu129", "python_env_lock": ""}, None, True),
+        ({"python_env_variant": "cu129", "python_env_lock": "/locks/mine.txt"}, None, False),
+        # A template, which is not evaluated here.
+        ({"python_env_variant": "cu129"}, ["python_env_variant", "python_env_lock"], False),
+        ({"python_env_variant": "cu130"}, None, False),
+    ],
+)
+def test_cuda_12_needs_a_lock_of_ones_own(variables: dict[str, Any], names: Any, refused: bool) -> None:
+    roles = {"python_env_lock": {"type": "str"}}
+    found = validate({"n1": variables}, roles, (), None if names is None else {"n1": names}).problems
+    assert [item.variable for item in found] == (["python_env_lock"] if refused else [])
