@@ -86,6 +86,11 @@ LIMIT = 1 << 20
 PUBLIC_KEY = 6
 DISTRUST = "; it is not trusted. Find out whose key it is, then correct the address or what is asked of the key"
 
+NO_KEY = (
+    "is no OpenPGP key: see what is there (a page of a proxy or of a login, perhaps), then correct the address, or let"
+    " this host reach it"
+)
+
 
 class KeyProblem(Exception):
     """What is wrong with a key, and the remedy."""
@@ -99,7 +104,7 @@ def binary(data):
         rb"-----BEGIN PGP PUBLIC KEY BLOCK-----\r?\n(.*?)-----END PGP PUBLIC KEY BLOCK-----", data, re.DOTALL
     )
     if not blocks:
-        raise KeyProblem("is no OpenPGP key")
+        raise KeyProblem(NO_KEY)
     packets = b""
     for block in blocks:
         # Headers end with an empty line; a line that begins with = is a checksum.
@@ -143,10 +148,10 @@ def body_length(data, at, tag_byte):
             return ((first - 192) << 8) + data[at + 1] + 192, at + 2
         if first == 255:
             return struct.unpack_from(">I", data, at + 1)[0], at + 5
-        raise KeyProblem("is no OpenPGP key (a packet of unknown length)")
+        raise KeyProblem(NO_KEY)
     form = {0: ">B", 1: ">H", 2: ">I"}.get(tag_byte & 3)
     if form is None:
-        raise KeyProblem("is no OpenPGP key (a packet of unknown length)")
+        raise KeyProblem(NO_KEY)
     return struct.unpack_from(form, data, at)[0], at + struct.calcsize(form)
 
 
@@ -157,7 +162,7 @@ def fingerprints(packets):
         while at < len(packets):
             tag_byte = packets[at]
             if not tag_byte & 0x80:
-                raise KeyProblem("is no OpenPGP key")
+                raise KeyProblem(NO_KEY)
             tag = tag_byte & 0x3F if tag_byte & 0x40 else (tag_byte >> 2) & 0x0F
             length, start = body_length(packets, at + 1, tag_byte)
             body = packets[start : start + length]

@@ -75,6 +75,14 @@ options:
     description: Seconds to wait for another apt or dpkg.
     type: int
     default: 300
+  restart_services:
+    description:
+      - Whether the scripts of packages may start, restart and stop services, as they do by default.
+      - >-
+        With V(false) they ask F(/usr/sbin/policy-rc.d) in vain, for this transaction alone. A file of that name that
+        is already there stays, and a warning tells that it decides.
+    type: bool
+    default: true
   state_path:
     description: File that lists the holds made by this caller. Its folder is the module's own.
     type: path
@@ -148,6 +156,7 @@ output:
   type: str
 """
 
+import contextlib
 import fcntl
 import fnmatch
 import glob
@@ -155,6 +164,7 @@ import os
 import re
 import struct
 import subprocess
+import tempfile
 import time
 
 from ansible.module_utils.basic import AnsibleModule
@@ -164,6 +174,14 @@ SOURCES = "/etc/apt/sources.list"
 AUTOMATIC = "/var/lib/apt/extended_states"
 UPDATED = "/var/lib/apt/periodic/update-success-stamp"
 DPKG = "/var/lib/dpkg"
+# What scripts of packages ask before they start or stop a service (invoke-rc.d, deb-systemd-invoke). Ours forbids it to
+# those that this module's apt runs, which the variable tells: one that a killed run has left does no harm.
+SERVICES = "/usr/sbin/policy-rc.d"
+FORBID = """\
+#!/bin/sh
+# Managed by ironrack: module apt_transaction.
+[ -z "$IRONRACK_APT_TRANSACTION" ] || exit 101
+"""
 QUERY = "${db:Status-Abbrev}\t${binary:Package}\t${Version}\t${Architecture}\t${Provides}\n"
 # dpkg's letters: half-installed, unpacked, half-configured, triggers awaited and pending
 UNFINISHED = "HUFWt"
@@ -203,7 +221,7 @@ REMEDIES = (
     ),
     (
         r"NO_PUBKEY|BADSIG|EXPKEYSIG|REVKEYSIG|Missing key|signature verification failed|not signed"
-        r"|signatures? (was|were|couldn|could)|clearsigned file isn't valid|unauthenticated packages",
+        r"|signatures? (was|were|couldn|could)|[Cc]learsigned file isn't valid|unauthenticated packages",
         "install the repository's current key in the file that Signed-By of its source names; if the key is the right"
         " one, the mirror was tampered with or is half synchronized",
     ),
@@ -411,6 +429,12 @@ def allowed(name, entry, present, policy):
 
 def why_not(name, version, policy):
     """Why there is nothing to install."""
+    if re.match(r"linux-headers-\d", name) and not policy.get(name):
+        kernel = name.replace("headers", "image", 1)
+        return (
+            f"install: {name} is in no repository of this host, and kernel modules cannot be built for that kernel"
+            f" without it; remove the kernel (apt-get purge {kernel}), or add the repository that has its headers"
+        )
     if name not in policy:
         return f"install: {name} is in no repository of this host; correct the name, or add the repository that has it"
     if not policy[name]:
@@ -519,6 +543,7 @@ class Apt:
             APT_LISTBUGS_FRONTEND="none",
             NEEDRESTART_SUSPEND="1",
             UCF_FORCE_CONFFOLD="1",
+            **({} if parameters["restart_services"] else {"IRONRACK_APT_TRANSACTION": "1"}),
         )
         lock = ["-o", f"DPkg::Lock::Timeout={self.timeout}"]
         # Without the error mode apt says yes to lists it could not fetch, and old versions are taken for the newest.
@@ -531,14 +556,17 @@ class Apt:
         ]  # fmt: skip
 
     def call(self, *arguments):
-        try:
-            answer = subprocess.run(
-                arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                check=False, env=self.environment, encoding="utf-8", errors="replace",
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise AptError(f"{arguments[0]} is not there: this host is not managed by apt") from None
-        return answer.returncode, answer.stdout
+        # Into a file, and in a session of its own: apt and dpkg end what they began, also when this module is killed.
+        with tempfile.TemporaryFile() as output:
+            try:
+                answer = subprocess.run(
+                    arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    check=False, env=self.environment, start_new_session=True,
+                )  # fmt: skip
+            except FileNotFoundError:
+                raise AptError(f"{arguments[0]} is not there: this host is not managed by apt") from None
+            output.seek(0)
+            return answer.returncode, output.read().decode("utf-8", "replace")
 
     def patiently(self, *arguments):
         """Waits where apt itself does not: locks of lists and archives, dpkg called directly."""
@@ -571,13 +599,10 @@ class Apt:
                 if time.monotonic() >= end:
                     break
                 time.sleep(1)
-        try:
-            with open(f"/proc/{answer[4]}/cmdline", encoding="utf-8", errors="replace") as handle:
-                command = handle.read().replace("\0", " ").strip()
-        except OSError:
-            command = "unknown command"
+        # Not its arguments: a command line may hold secrets.
+        name = read_text(f"/proc/{answer[4]}/comm").strip() or "unknown"
         raise AptError(
-            f"{DPKG}/lock-frontend is held by process {answer[4]} ({command}) for more than lock_timeout"
+            f"{DPKG}/lock-frontend is held by process {answer[4]} ({name}) for more than lock_timeout"
             f" {self.timeout} s; nothing was changed. Wait for that process to end, or raise lock_timeout"
         )
 
@@ -680,9 +705,32 @@ class Transaction:
         }
         self.holds, self.warnings = ([], []), []
 
+    @contextlib.contextmanager
+    def services_left_alone(self):
+        if self.parameters["restart_services"]:
+            yield
+            return
+        if os.path.lexists(SERVICES):
+            self.warnings.append(
+                f"{SERVICES} is not this module's and stays: it decides whether packages restart services; remove it if"
+                " nobody needs it"
+            )
+            yield
+            return
+        with open(SERVICES + ".new", "w", encoding="utf-8") as handle:
+            handle.write(FORBID)
+        os.chmod(SERVICES + ".new", 0o755)  # noqa: S103 - a program of the system, which anybody may run
+        os.replace(SERVICES + ".new", SERVICES)
+        try:
+            yield
+        finally:
+            os.unlink(SERVICES)
+
     def run(self):
         if not self.check:
             self.apt.wait()
+            if read_text(SERVICES) == FORBID:
+                os.unlink(SERVICES)
         if any(":" in name for name in self.wanted):
             own = self.apt.native()
             self.wanted = {name[: -len(own)] if name.endswith(own) else name: self.wanted[name] for name in self.wanted}
@@ -690,7 +738,8 @@ class Transaction:
         states, trouble, failure, steps = start, "", None, {}
         self.result["recovered"] = unfinished(start)
         if not self.check and (self.result["recovered"] or glob.glob(f"{DPKG}/updates/[0-9]*")):
-            trouble = self.apt.configure()
+            with self.services_left_alone():
+                trouble = self.apt.configure()
             states = self.apt.states()
         refused = True
         try:
@@ -698,7 +747,8 @@ class Transaction:
             refused = False
             if steps and not self.check:
                 self.keep_in_mind(held(states), steps)
-                self.apt.must("apt-get", "install", *mending, *self.apt.flags, *order)
+                with self.services_left_alone():
+                    self.apt.must("apt-get", "install", *mending, *self.apt.flags, *order)
         except AptError as error:
             failure = error
         if self.check:
@@ -888,6 +938,7 @@ def main():
             "update_cache": {"type": "bool", "default": True},
             "cache_valid_time": {"type": "int", "default": 3600},
             "lock_timeout": {"type": "int", "default": 300},
+            "restart_services": {"type": "bool", "default": True},
             "state_path": {"type": "path", "default": "/var/lib/ironrack-apt/holds"},
         },
         supports_check_mode=True,

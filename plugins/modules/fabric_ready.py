@@ -67,13 +67,12 @@ gpus:
       type: str
 """
 
-import os
 import shutil
-import subprocess
 import time
 import xml.etree.ElementTree
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils.program import call, smi_log
 
 INTERVAL = 2
 NO_FABRIC = ("", "N/A", "[N/A]", "Not Supported")
@@ -83,29 +82,10 @@ class FabricError(Exception):
     """Waiting longer does not help."""
 
 
-def call(command, timeout):
-    """(exit status, output and errors together); None where the program is not there or hangs."""
-    try:
-        answer = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout,
-            check=False,
-            env=dict(os.environ, LC_ALL="C", SYSTEMD_COLORS="0", SYSTEMD_PAGER=""),
-            encoding="utf-8",
-            errors="replace",
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None, ""
-    return answer.returncode, answer.stdout
-
-
 def parse(text):
     """nvidia-smi -q -x: the GPUs that have a fabric state."""
     try:
-        root = xml.etree.ElementTree.fromstring(text)  # noqa: S314 - written by the host's own nvidia-smi
+        root = xml.etree.ElementTree.fromstring(smi_log(text))  # noqa: S314 - written by the host's own nvidia-smi
     except xml.etree.ElementTree.ParseError as error:
         raise FabricError(f"nvidia-smi -q -x wrote no XML ({error}); run it by hand on the host") from None
     gpus = []
@@ -121,21 +101,23 @@ def complete(gpu):
 
 
 def ask(program, seconds):
-    status, text = call([program, "-q", "-x"], seconds)
+    status, output, errors = call([program, "-q", "-x"], seconds)
     if status is None:
-        raise FabricError(f"nvidia-smi -q -x gave no answer within {seconds:.0f} seconds: a GPU or the driver hangs")
+        raise FabricError(
+            f"nvidia-smi -q -x {errors}: a GPU or the driver hangs, or {program} is not the right program"
+        )
     if status:
-        raise FabricError(f"nvidia-smi -q -x failed (exit status {status}): {' '.join(text.split())}")
-    return parse(text)
+        raise FabricError(f"nvidia-smi -q -x failed (exit status {status}): {' '.join((output + errors).split())}")
+    return parse(output)
 
 
 def failed(service):
-    status, text = call(["systemctl", "show", "--property", "ActiveState", "--value", service], 20)
-    return status == 0 and text.strip() == "failed"
+    status, output, _ = call(["systemctl", "show", "--property", "ActiveState", "--value", service], 20)
+    return status == 0 and output.strip() == "failed"
 
 
 def explain(gpus, service, waited):
-    _, journal = call(["journalctl", "--no-pager", "--quiet", "--lines=20", f"--unit={service}"], 20)
+    _, journal, _ = call(["journalctl", "--no-pager", "--quiet", "--lines=20", f"--unit={service}"], 20)
     states = "; ".join(
         f"GPU {gpu['index']}: state {gpu['state']}, status {gpu['status']}" for gpu in gpus if not complete(gpu)
     )

@@ -49,6 +49,10 @@ options:
     description: How many programs may use a GPU at the same time.
     type: str
     choices: [default, exclusive_process, prohibited]
+  variable:
+    description: Where the settings come from, to be named in messages; a dictionary with the names of the options.
+    type: str
+    default: ""
   nvidia_smi:
     description: The program. Looked up in the usual folders when it is a bare name.
     type: str
@@ -111,10 +115,10 @@ import os
 import pwd
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils.program import call, smi_log
 
 # Answers of a host whose driver is not loaded, not yet the new one, or has no GPU.
 NO_DRIVER = re.compile(
@@ -136,28 +140,6 @@ class PolicyError(Exception):
 
 class NoDriver(Exception):
     """Nothing to ask."""
-
-
-def call(command, timeout):
-    """(exit status, output and errors together)."""
-    try:
-        answer = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=timeout,
-            check=False,
-            env=dict(os.environ, LC_ALL="C"),
-            encoding="utf-8",
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired:
-        raise PolicyError(
-            f"{' '.join(command)} gave no answer within timeout={timeout} seconds: a GPU or the driver hangs; look for"
-            " Xid lines in the kernel log (journalctl -k -g NVRM), drain the node and reboot it"
-        ) from None
-    return answer.returncode, answer.stdout
 
 
 def word(text):
@@ -186,7 +168,7 @@ def show(value):
 def parse(text):
     """nvidia-smi -q -x: of each GPU what this module sets, and what it can be set to."""
     try:
-        root = xml.etree.ElementTree.fromstring(text)  # noqa: S314 - written by the host's own nvidia-smi
+        root = xml.etree.ElementTree.fromstring(smi_log(text))  # noqa: S314 - written by the host's own nvidia-smi
     except xml.etree.ElementTree.ParseError as error:
         raise PolicyError(f"nvidia-smi -q -x wrote no XML ({error}); run it by hand on the host") from None
     gpus = []
@@ -398,10 +380,20 @@ class Smi:
         self.program = shutil.which(program)
         self.name, self.timeout = program, timeout
 
+    def ask(self, *arguments):
+        status, output, errors = call([self.program, *arguments], self.timeout)
+        if status is None:
+            raise PolicyError(
+                f"nvidia-smi {' '.join(arguments)} {errors} (timeout={self.timeout}): a GPU or the driver hangs; look"
+                " for Xid lines in the kernel log (journalctl -k -g NVRM), drain the node and reboot it"
+            )
+        # nvidia-smi tells its errors on standard output.
+        return status, f"{output}\n{errors}" if status else output
+
     def gpus(self):
         if self.program is None:
             raise NoDriver(f"{self.name} is not installed")
-        status, text = call([self.program, "-q", "-x"], self.timeout)
+        status, text = self.ask("-q", "-x")
         if status and NO_DRIVER.search(text):
             raise NoDriver(" ".join(text.split()))
         if status:
@@ -412,7 +404,7 @@ class Smi:
         return gpus
 
     def set(self, arguments):
-        status, text = call([self.program, *arguments], self.timeout)
+        status, text = self.ask(*arguments)
         if status:
             raise PolicyError(f"nvidia-smi {' '.join(arguments)} failed (exit status {status}): {text.strip()}")
 
@@ -431,6 +423,14 @@ def check_form(wanted):
             raise PolicyError(f"{option} is {value!r}: give the lowest and the highest clock, as in 1200,1980")
 
 
+def named(text, variable):
+    """Each line that begins with the name of an option, with the variable that holds it."""
+    if not variable:
+        return text
+    options = "|".join((*ORDER, *CLOCKS))
+    return re.sub(rf"(?m)^(?=({options}) is )", f"{variable}.", text)
+
+
 def main():
     switch = {"type": "bool"}
     module = AnsibleModule(
@@ -442,6 +442,7 @@ def main():
             "graphics_clocks_mhz": {"type": "str"},
             "memory_clocks_mhz": {"type": "str"},
             "compute_mode": {"type": "str", "choices": ["default", "exclusive_process", "prohibited"]},
+            "variable": {"type": "str", "default": ""},
             "nvidia_smi": {"type": "str", "default": "nvidia-smi"},
             "timeout": {"type": "int", "default": 60},
         },
@@ -470,7 +471,7 @@ def main():
     except NoDriver as reason:
         module.exit_json(changed=False, changes=[], reboot_reasons=[], deferred=str(reason))
     except PolicyError as error:
-        module.fail_json(msg=str(error), changed=bool(done))
+        module.fail_json(msg=named(str(error), wanted["variable"]), changed=bool(done))
     told = [
         {
             "gpu": change["gpu"],

@@ -207,7 +207,8 @@ ansible_facts:
             C(swap_used_mib), C(reboot_required), C(boot) (C(kernel) and C(options) of the next boot; as C(modprobe) the
             files that were changed after this one; as C(initramfs_older) the kernels whose image is older than the list
             that keeps nouveau away), C(unmounted) (of fstab), C(gpu_users) (processes that have a GPU open, where
-            nvidia-smi does not tell), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types), C(link_downed).
+            nvidia-smi does not tell), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types),
+            C(link_downed).
           type: dict
         serving:
           description: Units of this project that run (engines and Ray).

@@ -87,6 +87,7 @@ class Package:
     programs: dict[str, str] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
     scripts: dict[str, str] = field(default_factory=dict)
+    triggers: tuple[str, ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -133,6 +134,8 @@ def deb(package: Package) -> bytes:
     }
     for name, text in package.scripts.items():
         control[name] = (0o755, f"#!/bin/sh\nset -e\n{text}".encode())
+    if package.triggers:
+        control["triggers"] = (0o644, "".join(f"interest-await {name}\n" for name in package.triggers).encode())
     data: dict[str, tuple[int, bytes | str | None]] = {"": (0o755, None)}
     contents: dict[str, tuple[int, bytes | str]] = {
         path: (0o644, value.encode() if isinstance(value, str) else value) for path, value in package.files.items()
@@ -194,18 +197,52 @@ def enable(name: str, start: bool) -> dict[str, str]:
     text = f"if [ -d /run/systemd/system ]; then\n    systemctl daemon-reload\n    systemctl enable -q {name}\n"
     if start:
         # A driver that is not loaded yet fails the service, not the package.
-        text += f"    systemctl restart {name} || true\n"
-    stop = f'if [ -d /run/systemd/system ] && [ "$1" = remove ]; then\n    systemctl stop {name} || true\nfi\n'
+        text += f"    deb-systemd-invoke restart {name} > /dev/null || true\n"
+    stop = f'if [ -d /run/systemd/system ] && [ "$1" = remove ]; then\n    deb-systemd-invoke stop {name} || true\nfi\n'
     gone = f'if [ -d /run/systemd/system ] && [ "$1" != upgrade ]; then\n    systemctl disable -q {name} || true\n'
     return {"postinst": f"{text}fi\n", "prerm": stop, "postrm": f"{gone}    systemctl daemon-reload\nfi\n"}
 
 
-def library(name: str, soname: str, version: str) -> Package:
+def library(
+    name: str, soname: str, version: str, major: int = 1, folder: str = f"{LIBRARIES}/nvidia/current"
+) -> Package:
     return Package(
         name,
         f"{version}-1",
-        files={f"{LIBRARIES}/{soname}.{version}": f"{soname} {version}\n"},
-        links={f"{LIBRARIES}/{soname}.1": f"{soname}.{version}"},
+        files={f"{folder}/{soname}.{version}": f"{soname} {version}\n"},
+        links={f"{folder}/{soname}.{major}": f"{soname}.{version}"},
+    )
+
+
+def alternative(version: str) -> Package:
+    """As Debian's, which NVIDIA's are made from: programs and libraries lie in folders of their own, and the links to
+    them belong to an alternative, made anew whenever something in these folders changes."""
+    current = "usr/lib/nvidia/current"
+    # (link, name in the alternative, file); the names are Debian's: one link cannot have two.
+    rows = [("usr/bin/nvidia-smi", "nvidia-smi", f"{current}/nvidia-smi")]
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1", "libnvidia-nvvm.so.4"):
+        rows.append((f"{LIBRARIES}/{name}", f"{name}-{TRIPLET}", f"{LIBRARIES}/nvidia/current/{name}"))
+    config = "libnvidia-cfg.so.1"
+    rows.append((f"{LIBRARIES}/nvidia/{config}", f"{config}-{TRIPLET}", f"{LIBRARIES}/nvidia/current/{config}"))
+    slaves = "".join(
+        f'    [ ! -e /{file} ] || set -- "$@" --slave /{link} nvidia--{name} /{file}\n' for link, name, file in rows
+    )
+    master = f"/usr/lib/nvidia/nvidia nvidia /{current}"
+    return Package(
+        "nvidia-alternative",
+        f"{version}-1",
+        # From Debian's contrib.
+        {"Depends": "glx-alternative-nvidia (>= 1.2)"},
+        scripts={
+            "postinst": 'if [ "$1" = triggered ]; then\n    set --\n'
+            f'{slaves}    update-alternatives --install {master} {version.split(".", maxsplit=1)[0]} "$@"\n'
+            "    dpkg-trigger --no-await register-glx-alternative-nvidia\n"
+            "else\n    dpkg-trigger register-nvidia-alternative\nfi\n",
+            "prerm": 'if [ "$1" = remove ] || [ "$1" = deconfigure ]; then\n'
+            f"    update-alternatives --remove nvidia /{current}\n"
+            "    dpkg-trigger --no-await register-glx-alternative-nvidia\nfi\n",
+        },
+        triggers=("register-nvidia-alternative", f"/{current}", f"/{LIBRARIES}/nvidia/current"),
     )
 
 
@@ -267,11 +304,10 @@ def driver(version: str) -> list[Package]:
         library("libcuda1", "libcuda.so", version),
         library("libnvidia-ml1", "libnvidia-ml.so", version),
         library("libnvidia-ptxjitcompiler1", "libnvidia-ptxjitcompiler.so", version),
-        library("libnvidia-nvvm4", "libnvidia-nvvm.so", version),
-        library(f"libnvidia-nscq{suffix}", "libnvidia-nscq.so", version),
+        library("libnvidia-nvvm4", "libnvidia-nvvm.so", version, major=4),
+        library(f"libnvidia-nscq{suffix}", "libnvidia-nscq.so", version, folder=LIBRARIES),
         Package("firmware-nvidia-gsp", full, files={f"usr/lib/firmware/nvidia/{version}/gsp_ga10x.bin": "firmware\n"}),
-        # Needs Debian's contrib, as NVIDIA's does.
-        Package("nvidia-alternative", full, {"Depends": "glx-alternative-nvidia (>= 1.2)"}),
+        alternative(version),
         Package(
             "nvidia-kernel-support",
             full,
@@ -306,8 +342,11 @@ def driver(version: str) -> list[Package]:
                 f" libnvidia-nvvm4 {exact}, nvidia-alternative {exact},"
                 f" nvidia-kernel-dkms {exact} | nvidia-kernel-open-dkms {exact}",
                 "Recommends": f"nvidia-persistenced {exact}",
+                # Debian's package of that program.
+                "Conflicts": "nvidia-smi",
+                "Replaces": "nvidia-smi",
             },
-            programs={"usr/bin/nvidia-smi": standin("nvidia-smi")},
+            programs={"usr/lib/nvidia/current/nvidia-smi": standin("nvidia-smi")},
         ),
         dkms("nvidia-kernel-open-dkms", "nvidia-kernel-dkms", version, "open"),
         dkms("nvidia-kernel-dkms", "nvidia-kernel-open-dkms", version, "proprietary"),

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-MODULES = Path(__file__).resolve().parents[3] / "plugins" / "modules"
+ROOT = Path(__file__).resolve().parents[3]
+MODULES = ROOT / "plugins" / "modules"
 
 
 def module_arguments(check: bool = False, diff: bool = True, **parameters: Any) -> str:
@@ -25,6 +26,7 @@ def run_module(module: str, programs: str = "", check: bool = False, **parameter
     """The module's result; the folder programs goes before PATH, for stand-ins."""
     environment = dict(os.environ)
     environment["PATH"] = f"{programs}:{environment['PATH']}" if programs else environment["PATH"]
+    environment["PYTHONPATH"] = str(ROOT / "collections")
     finished = subprocess.run(
         [sys.executable, str(MODULES / f"{module}.py")],
         input=module_arguments(check, **parameters),

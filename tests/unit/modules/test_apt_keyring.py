@@ -106,7 +106,7 @@ def test_keys_without_armor_get_one(run: Run, key: dict[str, Any], tmp_path: Pat
         (TWO, {}, [FINGERPRINT_TWO, f"wanted is {FINGERPRINT_ONE} alone", "not trusted"]),
         (ONE + TWO, {}, [FINGERPRINT_TWO, "alone"]),
         (ONE, {"sha256": "0" * 64}, ["has SHA-256", "0" * 64, "not trusted"]),
-        ("<html>not found</html>", {}, ["is no OpenPGP key"]),
+        ("<html>not found</html>", {}, ["is no OpenPGP key", "correct the address"]),
         ("", {}, ["is no OpenPGP key"]),
         (ONE.replace("Dw0Cx1G0", "Dw0!!1G0"), {}, ["damaged armor"]),
     ],

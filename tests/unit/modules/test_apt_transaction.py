@@ -115,13 +115,14 @@ class Host:
             "update_cache": True,
             "cache_valid_time": 3600,
             "lock_timeout": 0,
+            "restart_services": True,
             "state_path": str(self.holds),
         }
         transaction = None
         try:
             transaction = self.module.Transaction(defaults | parameters, check)
             transaction.run()
-            return {**transaction.result, "diff": transaction.diff()}
+            return {**transaction.result, "diff": transaction.diff(), "warnings": transaction.warnings}
         except self.module.AptError as error:
             return {**(transaction.result if transaction else {"changed": False}), "msg": str(error)}
 
@@ -152,6 +153,7 @@ def fixture_host(apt: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("AUTOMATIC", "extended_states"),
         ("UPDATED", "update-success-stamp"),
         ("DPKG", "dpkg"),
+        ("SERVICES", "policy-rc.d"),
     ):
         monkeypatch.setattr(apt, name, str(tmp_path / path))
     host = Host(tmp_path, apt)
@@ -689,9 +691,78 @@ def test_lock_names_its_holder(host: Host) -> None:
             time.sleep(0.02)
         done = host.call("a")
         other.kill()
-    assert f"is held by process {other.pid} ({sys.executable} -c" in done["msg"] and "raise lock_timeout" in done["msg"]
+    assert f"is held by process {other.pid} (python" in done["msg"] and "raise lock_timeout" in done["msg"]
+    assert "lockf" not in done["msg"], "a command line may hold secrets"
     assert host.take() == [] and not done["changed"]
     assert host.call("a")["changed"]
+
+
+def test_services_are_left_alone(host: Host, apt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = host.root / "policy-rc.d"
+    seen: list[bool] = []
+
+    def program(own: object, name: str, *words: str) -> tuple[int, str]:
+        if name == "apt-get" and "-s" not in words and "install" in words:
+            for mine, code in (("1", 101), ("", 0)):
+                asked = ["env", f"IRONRACK_APT_TRANSACTION={mine}", "sh", str(policy), "x", "start"]
+                assert subprocess.run(asked, check=False).returncode == code
+            seen.append(os.access(policy, os.X_OK))
+        return host.program(name, *words)
+
+    monkeypatch.setattr(apt.Apt, "call", program)
+    host.installation = (100, "E: no")
+    assert "msg" in host.call("a=1-*", restart_services=False)
+    assert seen == [True] and not policy.exists(), "after a failure too"
+    host.installation = (0, "")
+    policy.write_text(apt.FORBID)
+    policy.chmod(0o755)
+    assert host.call("a=2-*", restart_services=False)["changed"]
+    assert seen == [True, True] and not policy.exists(), "that of a killed run is taken away"
+
+
+def test_a_policy_of_somebody_else_stays(host: Host) -> None:
+    policy = host.root / "policy-rc.d"
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    done = host.call("a", restart_services=False)
+    assert done["changed"] and f"{policy} is not this module's" in done["warnings"][0]
+    assert policy.read_text() == "#!/bin/sh\nexit 101\n"
+
+
+def test_apt_ends_what_it_began(apt: ModuleType, tmp_path: Path) -> None:
+    """The module is killed (a lost connection, say) while a program writes: the program goes on."""
+    slow = tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nsleep 1\necho a line\necho another\ntouch {tmp_path}/ended\n")
+    slow.chmod(0o755)
+    source = Path(apt.__file__ or "")
+    code = (
+        f"import sys; sys.path.insert(0, {str(source.parent)!r}); import apt_transaction as module;"
+        f" module.Apt({{'lock_timeout': 0, 'install_recommends': False, 'restart_services': True}}).call({str(slow)!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as module:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.02)
+        module.kill()
+    end = time.monotonic() + 20
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_what_a_program_says_is_read(apt: ModuleType) -> None:
+    parameters = {"lock_timeout": 0, "install_recommends": False, "restart_services": True}
+    assert apt.Apt(parameters).call("sh", "-c", "echo out; echo err >&2; exit 3") == (3, "out\nerr\n")
+
+
+def test_a_kernel_without_headers_can_go(host: Host) -> None:
+    told = host.call("linux-headers-5.10.0-42-amd64")["msg"]
+    assert "remove the kernel (apt-get purge linux-image-5.10.0-42-amd64)" in told
+
+
+def test_remedy_of_a_page_in_place_of_a_list(apt: ModuleType) -> None:
+    line = (
+        "E: The repository is not signed: Clearsigned file isn't valid, got 'NOSPLIT' (does the network require auth?)"
+    )
+    assert "Remedy: install the repository's current key" in apt.explain(line.replace("not signed: ", ""))
 
 
 def test_module_without_apt(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

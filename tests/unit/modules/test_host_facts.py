@@ -537,3 +537,17 @@ def test_a_warning_beside_the_details_does_not_hide_them(facts: ModuleType) -> N
     xml = "<nvidia_smi_log><gpu id='0'><product_name>NVIDIA H200</product_name></gpu></nvidia_smi_log>\n"
     said = f"Warning: persistence mode is off\n{xml}WARNING: infoROM is corrupted at gpu 0000:07:00.0\n"
     assert facts.parse_details("/", said) == facts.parse_details("/", xml) != []
+
+
+def test_units_that_serve(facts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.serving(str(tmp_path), 5) == [], "without systemd nothing serves"
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    lines = "vllm@x.service   loaded active running vLLM\nray-head.service loaded activating start Ray\n"
+    asked: list[list[str]] = []
+    monkeypatch.setattr(facts, "execute", lambda command, timeout: (asked.append(command) or lines, None))
+    assert facts.serving(str(tmp_path), 5) == ["ray-head.service", "vllm@x.service"]
+    assert "vllm@*.service" in asked[0]
+    monkeypatch.setattr(facts, "execute", lambda command, timeout: (None, "no bus"))
+    host = facts.gather(root=str(tmp_path), nvidia_smi="no-such-program")
+    assert host["serving"] is None
+    assert any("no bus" in text for text in host["warnings"])
