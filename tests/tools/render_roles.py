@@ -9,8 +9,11 @@ one dictionary for each request; what can't be evaluated is there as a text that
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import golden
@@ -99,11 +102,16 @@ def rendered(topology: golden.Topology, role: str, variables: Mapping[str, Any])
 
 def main() -> None:
     init_plugin_loader()
-    topology = golden.Topology(golden.TOPOLOGIES / TOPOLOGY)
-    facts = json.loads(FACTS.read_text("utf-8"))
-    # The network is the topology's, the rest a recording of another machine.
-    topology.hardware = {host: facts | topology.hardware.get(host, {}) for host in topology.hosts}
-    answers = [rendered(topology, each["role"], each["variables"]) for each in json.load(sys.stdin)]
+    with tempfile.TemporaryDirectory() as folder:
+        # A copy: roles keep secrets that they make beside the inventory.
+        inventory = Path(folder) / golden.TOPOLOGIES.name / TOPOLOGY
+        shutil.copytree(golden.TOPOLOGIES / TOPOLOGY, inventory)
+        (Path(folder) / "fixtures").symlink_to(golden.ROOT / "tests/fixtures")
+        topology = golden.Topology(inventory)
+        facts = json.loads(FACTS.read_text("utf-8"))
+        # The network is the topology's, the rest a recording of another machine.
+        topology.hardware = {host: facts | topology.hardware.get(host, {}) for host in topology.hosts}
+        answers = [rendered(topology, each["role"], each["variables"]) for each in json.load(sys.stdin)]
     json.dump(answers, sys.stdout)
 
 
