@@ -83,7 +83,7 @@ def rendered(topology: golden.Topology, role: str, variables: Mapping[str, Any])
         "ansible_play_hosts": [HOST],
         "ansible_play_hosts_all": [HOST],
         "ansible_search_path": [str(golden.ROOT / "roles" / role)],
-        "inventory_dir": str(golden.TOPOLOGIES / TOPOLOGY),
+        "inventory_dir": topology._loader.get_basedir(),
         "role_path": str(golden.ROOT / "roles" / role),
         # Of loops.
         "instance": instances[0],

@@ -35,6 +35,8 @@ PREFIXES = ("libnvidia-", "nvidia-")
 # Of the distribution, for every driver: what PREFIXES would keep out with the rest.
 SUPPORT = ("nvidia-installer-cleanup", "nvidia-support", "nvidia-legacy-check", "nvidia-prime")
 NOUVEAU_PACKAGES = ("xserver-xorg-video-nouveau",)
+DCGM = "datacenter-gpu-manager-4-"
+OLD_DCGM = ("datacenter-gpu-manager", "datacenter-gpu-manager-config")
 
 
 def pinned(branch: int) -> str:
@@ -66,7 +68,7 @@ def pins(chosen: Chosen, version_pin: str | None) -> list[dict[str, Any]]:
 
 def foreign(name: str, wanted: Sequence[str], chosen: Chosen) -> bool:
     """Whether an installed package is of another branch, source or kernel module, or nouveau's."""
-    if name in NOUVEAU_PACKAGES:
+    if name in NOUVEAU_PACKAGES or _other_dcgm(name, wanted):
         return True
     if any(fnmatchcase(name, pattern) for pattern in matrix.NOT_COUPLED):
         return False
@@ -95,6 +97,15 @@ def stale(package: Mapping[str, Any], branch: int) -> bool:
     moves = moves and not any(fnmatchcase(name, pattern) for pattern in matrix.NOT_COUPLED)
     of_version = branch_of(upstream(str(package.get("version") or "")))
     return moves and of_version in matrix.BRANCHES and of_version != branch
+
+
+def _other_dcgm(name: str, wanted: Sequence[str]) -> bool:
+    """DCGM for another major version of CUDA, for all of them, or of before version 4."""
+    mine = next((other for other in wanted if other.startswith(DCGM)), None)
+    if mine is None:
+        return False
+    own = mine.removeprefix(DCGM)
+    return name in OLD_DCGM or (name.startswith(DCGM) and "cuda" in name and not name.endswith(own))
 
 
 def _other_module(name: str, wanted: Sequence[str]) -> bool:
@@ -176,14 +187,7 @@ def _archive(values: Mapping[str, Any], distribution: matrix.Distribution, deb: 
 def _local(values: Mapping[str, Any], deb: str, notes: Notes) -> list[dict[str, Any]]:
     place, key = str(values["nvidia_driver_local"]), str(values["nvidia_driver_key_url"])
     on_disk = place.startswith(("/", "file:"))
-    if not place:
-        notes.refuse(
-            "nvidia_driver_local",
-            place,
-            "nvidia_driver_source is local, and no place is named",
-            "give the folder on the node, or the URL, of a repository with the packages",
-        )
-    elif not key and not on_disk:
+    if not key and not on_disk:
         notes.refuse(
             "nvidia_driver_key_url",
             key,

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import matrix
+from . import matrix, state
 from .gpus import ORDER, Hardware
 from .notes import Notes
 from .request import MIRROR
-from .versions import branch_of, cuda_parts
+from .versions import branch_of, cuda_parts, driver_key
 
 
 def choose_distribution(found: Mapping[str, Any], notes: Notes) -> matrix.Distribution | None:
@@ -37,8 +37,75 @@ def choose_distribution(found: Mapping[str, Any], notes: Notes) -> matrix.Distri
     return None
 
 
+def from_nvidia(values: Mapping[str, Any]) -> bool:
+    """From NVIDIA's own servers. A mirror of the site holds what the site has put there."""
+    return bool(values["nvidia_driver_source"] == "nvidia" and values["nvidia_driver_mirror"] == MIRROR)
+
+
+def drives(branch: int, hardware: Hardware) -> bool:
+    rows = [matrix.GENERATIONS[name] for name in hardware.generations]
+    return all(row.first_branch <= branch <= (row.last_branch or branch) for row in rows)
+
+
+def _default_branch(values: Mapping[str, Any], distribution: matrix.Distribution, hardware: Hardware) -> int:
+    first = distribution.first_branch or 0
+    if first <= matrix.DEFAULT_BRANCH or not from_nvidia(values):
+        return matrix.DEFAULT_BRANCH
+    there = [
+        branch
+        for branch, row in matrix.BRANCHES.items()
+        if branch >= first and row.status != "ended" and row.version and drives(branch, hardware)
+    ]
+    return min(there, default=matrix.DEFAULT_BRANCH)
+
+
+def keep_installed(
+    facts: Mapping[str, Any],
+    values: Mapping[str, Any],
+    distribution: matrix.Distribution,
+    hardware: Hardware,
+    notes: Notes,
+) -> str | None:
+    """The installed version, where it is newer than what would be chosen: nobody has asked for a downgrade."""
+    there = state.installed(facts)
+    own = branch_of(there) if there else None
+    given = str(values["nvidia_driver_branch"])
+    named = str(values["nvidia_driver_version"]) != "auto" or given not in ("auto", str(own))
+    if there is None or own is None or named or values["nvidia_driver_source"] not in ("nvidia", "local"):
+        return None
+    branch = int(given) if given != "auto" else _default_branch(values, distribution, hardware)
+    chosen = matrix.BRANCHES[branch].version or f"{branch}.00"
+    if (driver_key(there) or ()) <= (driver_key(chosen) or ()) or (own == branch and not _known(values, branch)):
+        return None
+    if own not in matrix.BRANCHES:
+        notes.refuse(
+            "nvidia_driver_version",
+            "auto",
+            f"driver {there} is installed, newer than every branch known here, and is not replaced by {chosen} unasked",
+            f"set it to {chosen} to replace it, or nvidia_driver_source to none to keep it",
+        )
+        return None
+    if own < matrix.CUDA[values["python_env_variant"]].floor or not drives(own, hardware):
+        notes.reasons.append(f"driver {there} is installed and replaced: it does not drive {hardware.summary()}")
+        return None
+    notes.reasons.append(
+        f"driver {there} is installed, newer than {chosen}, and runs the runtime: it is kept (nvidia_driver_version"
+        f" {chosen} replaces it)"
+    )
+    return there
+
+
+def _known(values: Mapping[str, Any], branch: int) -> bool:
+    """Whether a version is chosen beforehand: of a folder of the site, what is there is."""
+    return values["nvidia_driver_source"] == "nvidia" and matrix.BRANCHES[branch].version is not None
+
+
 def choose_branch(
-    values: Mapping[str, Any], distribution: matrix.Distribution, hardware: Hardware, notes: Notes
+    values: Mapping[str, Any],
+    distribution: matrix.Distribution,
+    hardware: Hardware,
+    notes: Notes,
+    kept: str | None = None,
 ) -> int | None:
     before = len(notes.problems)
     source = values["nvidia_driver_source"]
@@ -65,22 +132,20 @@ def choose_branch(
         notes.reasons.append(f"branch {branch} is what {distribution.id} {distribution.version} has itself")
     elif given != "auto":
         branch = int(given)
-        if of_version not in (None, branch):
-            notes.refuse(
-                "nvidia_driver_version",
-                version,
-                f"not of branch {branch}, which nvidia_driver_branch asks for",
-                f"set nvidia_driver_branch to {of_version} or auto, or nvidia_driver_version to auto",
-            )
         notes.reasons.append(f"branch {branch} is what nvidia_driver_branch asks for")
     elif of_version is not None:
         branch = of_version
         notes.reasons.append(f"branch {branch} follows from nvidia_driver_version {version}")
+    elif kept:
+        branch = branch_of(kept) or matrix.DEFAULT_BRANCH
     else:
-        branch = matrix.DEFAULT_BRANCH
+        branch = _default_branch(values, distribution, hardware)
+        until = f"supported until {matrix.BRANCHES[branch].end_of_life}"
         notes.reasons.append(
-            f"branch {branch}: supported until {matrix.BRANCHES[branch].end_of_life}, runs CUDA 12 and 13 and every"
-            f" generation from Maxwell to Blackwell Ultra"
+            f"branch {branch}: {until}, runs CUDA 12 and 13 and every generation from Maxwell to Blackwell Ultra"
+            if branch == matrix.DEFAULT_BRANCH
+            else f"branch {branch}: {until}; NVIDIA's repository for {distribution.id} {distribution.version} is not"
+            f" known to hold {matrix.DEFAULT_BRANCH}, it begins with {distribution.first_branch}"
         )
     _check_cuda(values, distribution, hardware, branch, notes)
     _check_generations(hardware, branch, given != "auto" or of_version is not None, values, notes)
@@ -200,8 +265,7 @@ def _check_lifecycle(values: Mapping[str, Any], distribution: matrix.Distributio
             f"driver branch {branch} gets no more security fixes"
             f"{f' (ended {row.end_of_life})' if row.end_of_life else ''}; {matrix.DEFAULT_BRANCH} does"
         )
-    from_nvidia = values["nvidia_driver_source"] == "nvidia" and values["nvidia_driver_mirror"] == MIRROR
-    if from_nvidia and distribution.first_branch and branch < distribution.first_branch:
+    if from_nvidia(values) and distribution.first_branch and branch < distribution.first_branch:
         notes.warnings.append(
             f"NVIDIA's repository for {distribution.id} {distribution.version} is not known to hold branch {branch};"
             f" it begins with {distribution.first_branch}"
@@ -259,12 +323,14 @@ def choose_flavour(
     return flavour
 
 
-def choose_version(values: Mapping[str, Any], branch: int) -> str | None:
+def choose_version(values: Mapping[str, Any], branch: int, kept: str | None = None) -> str | None:
     """The exact version, where it is known beforehand. Archives and folders usually hold one version: theirs."""
     given = str(values["nvidia_driver_version"])
     if given != "auto":
         return given
-    return matrix.BRANCHES[branch].version if values["nvidia_driver_source"] == "nvidia" else None
+    if values["nvidia_driver_source"] != "nvidia":
+        return None
+    return kept or matrix.BRANCHES[branch].version
 
 
 def choose_names(
@@ -273,6 +339,14 @@ def choose_names(
     origin = "distribution" if values["nvidia_driver_source"] == "distribution" else "nvidia"
     for row in matrix.NAMES_OF_PACKAGES:
         if row.family == distribution.family and row.origin == origin and row.first <= branch <= row.last:
+            if values["nvidia_driver_precompiled"] and row.precompiled is None:
+                notes.refuse(
+                    "nvidia_driver_precompiled",
+                    True,
+                    f"{distribution.id} {distribution.version} has no modules that were built beforehand",
+                    "set it to false",
+                )
+                return None
             if not row.verified:
                 notes.reasons.append(
                     f"names of the packages of branch {branch} for {distribution.id} are second hand;"
@@ -284,7 +358,21 @@ def choose_names(
     return None
 
 
-def choose_toolkit(values: Mapping[str, Any], notes: Notes) -> str | None:
+def second_hand(hardware: Hardware, distribution: matrix.Distribution, branch: int) -> list[str]:
+    """What the choice stands on and nobody here has seen."""
+    rows: list[tuple[str, matrix.Row]] = [
+        (f"{distribution.id} {distribution.version}", distribution),
+        (f"branch {branch}", matrix.BRANCHES[branch]),
+        *((f"{name} GPUs", matrix.GENERATIONS[name]) for name in hardware.generations),
+    ]
+    names = [gpu.name for gpu in hardware.gpus if gpu.second_hand] + [name for name, row in rows if not row.verified]
+    if not names:
+        return []
+    told = ", ".join(dict.fromkeys(names))
+    return [f"what is known of {told} is second hand: plugins/plugin_utils/nvidia/matrix.py names the sources"]
+
+
+def choose_toolkit(values: Mapping[str, Any], distribution: matrix.Distribution, notes: Notes) -> str | None:
     """The CUDA toolkit that kernels are compiled with at run time: of the runtime's major version, or none."""
     given = str(values["cuda_version"])
     cuda = matrix.CUDA[values["python_env_variant"]]
@@ -295,24 +383,25 @@ def choose_toolkit(values: Mapping[str, Any], notes: Notes) -> str | None:
         if archive:
             notes.reasons.append("no CUDA toolkit: nvidia_driver_source is distribution, whose toolkit is older")
             return None
-        return cuda.toolkits[0]
-    wanted = cuda_parts(given)
-    runtime = cuda_parts(cuda.runtime)
-    if wanted is None or runtime is None or wanted[0] != runtime[0]:
-        notes.refuse(
-            "cuda_version",
-            given,
-            f"python_env_variant {values['python_env_variant']} is built with CUDA {cuda.runtime}, and kernels compiled"
-            f" by another major version do not load beside it",
-            f"set it to auto, none or one of {', '.join(cuda.toolkits)}, or change python_env_variant",
-        )
-    elif archive:
+        there = [version for version in cuda.toolkits if _in_repository(version, values, distribution)]
+        if not there:
+            notes.warnings.append(
+                f"NVIDIA's repository for {distribution.id} {distribution.version} is not known to hold a toolkit of"
+                f" CUDA {cuda.runtime.split('.')[0]}; if there is none, set cuda_version to none"
+            )
+        return (there or cuda.toolkits)[0]
+    if archive:
         notes.refuse(
             "cuda_version",
             given,
             "nvidia_driver_source is distribution, and the toolkit is in NVIDIA's repository alone",
             "set it to none, or nvidia_driver_source to nvidia or local",
         )
-    elif given not in cuda.toolkits:
+    elif given not in cuda.toolkits or not _in_repository(given, values, distribution):
         notes.warnings.append(f"cuda_version {given} is not among those known here ({', '.join(cuda.toolkits)})")
     return given
+
+
+def _in_repository(version: str, values: Mapping[str, Any], distribution: matrix.Distribution) -> bool:
+    first = cuda_parts(distribution.first_toolkit) if from_nvidia(values) else None
+    return (cuda_parts(version) or (0, 0)) >= (first or (0, 0))

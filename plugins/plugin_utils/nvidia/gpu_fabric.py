@@ -19,7 +19,8 @@ from .state import in_use
 
 MANAGER_VARIABLE = "gpu_fabric_manager_config"
 # What `check_variables` reads.
-VARIABLES = (policies.VARIABLE, MANAGER_VARIABLE)
+PROGRAM_VARIABLE = "gpu_fabric_nvidia_smi"
+VARIABLES = (policies.VARIABLE, MANAGER_VARIABLE, PROGRAM_VARIABLE)
 MODULES_LOAD = "/etc/modules-load.d/ironrack-nvidia.conf"
 MANAGER_CONFIG = "/usr/share/nvidia/nvswitch/fabricmanager.cfg"
 IMEX_FOLDER = "/etc/nvidia-imex"
@@ -80,7 +81,9 @@ def gpu_fabric(
     problems = [str(problem.get("text")) for problem in dicts(stack, "problems")]
     declared, _ = policies.check({} if policy is None else policy)
     manager_config = {} if manager_config is None else manager_config
-    found = check_variables({policies.VARIABLE: policy, MANAGER_VARIABLE: manager_config})
+    found = check_variables(
+        {policies.VARIABLE: policy, MANAGER_VARIABLE: manager_config, PROGRAM_VARIABLE: nvidia_smi or None}
+    )
     program = nvidia_smi if nvidia_smi.startswith("/") else policies.NVIDIA_SMI
     services = [f"{service['name']}.service" for service in dicts(stack, "services")]
     peers, faults, warnings = imex_nodes(nodes, host) if IMEX in services else ([], [], [])
@@ -133,7 +136,19 @@ def not_ready(facts: Mapping[str, Any]) -> str:
 def check_variables(values: Mapping[str, Any]) -> list[Problem]:
     """What can be told of a host's variables of the role before the host is looked at."""
     given = {name: values[name] for name in VARIABLES if values.get(name) is not None}
-    return policies.check(given.get(policies.VARIABLE, {}))[1] + check_manager(given.get(MANAGER_VARIABLE, {}))
+    problems = policies.check(given.get(policies.VARIABLE, {}))[1] + check_manager(given.get(MANAGER_VARIABLE, {}))
+    program = given.get(PROGRAM_VARIABLE, "nvidia-smi")
+    # It goes into a unit, where a space or a line's end begins something else.
+    if not isinstance(program, str) or not re.fullmatch(r"/?[A-Za-z0-9_.+-]+(/[A-Za-z0-9_.+-]+)*", program):
+        problems.append(
+            Problem(
+                PROGRAM_VARIABLE,
+                program,
+                "no plain name or path of a program",
+                "give nvidia-smi or /usr/bin/nvidia-smi",
+            )
+        )
+    return problems
 
 
 def check_manager(config: Any) -> list[Problem]:

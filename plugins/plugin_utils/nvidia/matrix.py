@@ -294,6 +294,7 @@ class Distribution(Row):
     archive_branch: int | None  # branch of the distribution's own packages
     archive_open: bool  # its open module is installable
     first_branch: int | None  # oldest branch in NVIDIA's repository for it
+    first_toolkit: str = ""  # oldest CUDA toolkit there; empty, all of CUDA's rows
 
 
 KEY_2022 = "EB693B3035CD5710E231E123A4B469963BF863CC"
@@ -316,7 +317,8 @@ DISTRIBUTIONS = (
         first_branch=530,
     ),
     Distribution(
-        source=f"{DEBIAN_ARCHIVE}; {REPOSITORY}. Its repository has a key of its own (8793F200.pub)",
+        source=f"{DEBIAN_ARCHIVE}; {REPOSITORY}; github.com/NVIDIA/cuda-repo-management issues 38 and 40 (it began with"
+        " CUDA 13.1 and branch 590, older ones were asked for in vain). It has a key of its own (8793F200.pub)",
         verified=False,
         id="debian",
         version="13",
@@ -328,7 +330,8 @@ DISTRIBUTIONS = (
         accepted=True,
         archive_branch=550,
         archive_open=True,
-        first_branch=580,
+        first_branch=590,
+        first_toolkit="13.1",
     ),
     Distribution(
         source=f"{UBUNTU_ARCHIVE}; {REPOSITORY}",

@@ -33,6 +33,7 @@ class Chosen:
     branch: int
     flavour: str
     names: matrix.Names
+    kept: str | None = None  # the installed version that stays
 
     @property
     def source(self) -> str:

@@ -116,6 +116,12 @@ def fabric(chosen: Chosen, notes: Notes) -> tuple[list[str], list[dict[str, Any]
             "gpu_fabric_manager is absent on a host with NVSwitches: CUDA answers error 802 until something else sets"
             " the switches up"
         )
+    elif manager == "auto" and hardware.blackwell_modules > 1:
+        # Their switches are not seen on the bus, so a board that has lost a GPU looks like none.
+        notes.warnings.append(
+            f"{hardware.summary()}: boards of Blackwell modules have eight. Fabric Manager is left out; if this is one"
+            f" that has lost a GPU, set gpu_fabric_manager to present, or declare gpus with a count of 8"
+        )
     elif has_board and hardware.origin == "bus" and len(hardware.gpus) >= matrix.HGX_GPUS:
         notes.warnings.append(
             f"{hardware.summary()} without an NVSwitch on the bus: Fabric Manager is left out; on bare metal look for"

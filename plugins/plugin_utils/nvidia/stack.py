@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what of NVIDIA's software a host gets: facts and variables in, the whole stack out, no host asked.
 
-Nothing here depends on what happens to be installed, except what is to be removed: nodes of one kind with the same
-variables get the same stack.
+Nothing here depends on what happens to be installed, except what is to be removed and that a newer driver is kept:
+else nodes of one kind with the same variables get the same stack.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def empty() -> dict[str, Any]:
         "transaction": {"install": [], "remove": [], "may_remove": [], "hold": []},
         "cuda_transaction": {"install": [], "remove": [], "may_remove": [], "hold": []},
         "unbuilt": [],
+        "unlinked": [],
         "reasons": [],
         "warnings": [],
         "problems": [],
@@ -93,14 +94,17 @@ def stack(facts: Any, request: Any) -> dict[str, Any]:
         )
     if distribution is None or notes.problems:
         return _finish(answer, notes)
-    branch = choices.choose_branch(values, distribution, hardware, notes)
+    notes.warnings += hardware.warnings
+    kept = choices.keep_installed(facts, values, distribution, hardware, notes)
+    branch = choices.choose_branch(values, distribution, hardware, notes, kept) if not notes.problems else None
     if branch is None:
         return _finish(answer, notes)
     flavour = choices.choose_flavour(values, distribution, hardware, branch, notes)
     names = choices.choose_names(values, distribution, branch, notes)
-    toolkit = choices.choose_toolkit(values, notes)
+    toolkit = choices.choose_toolkit(values, distribution, notes)
+    notes.reasons += choices.second_hand(hardware, distribution, branch)
     if flavour and names and not notes.problems:
-        chosen = Chosen(facts, values, distribution, hardware, branch, flavour, names)
+        chosen = Chosen(facts, values, distribution, hardware, branch, flavour, names, kept)
         _compose(answer, chosen, toolkit, notes)
     return _finish(answer, notes)
 
@@ -117,7 +121,7 @@ def _finish(answer: dict[str, Any], notes: Notes) -> dict[str, Any]:
 def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes: Notes) -> None:
     hardware, branch = chosen.hardware, chosen.branch
     runtime = matrix.CUDA[chosen.values["python_env_variant"]]
-    version = choices.choose_version(chosen.values, branch)
+    version = choices.choose_version(chosen.values, branch, chosen.kept)
     releases = parts.kernels(chosen.facts, notes)
     driver = parts.driver(chosen, releases)
     fabric, fabric_services = parts.fabric(chosen, notes)
@@ -179,7 +183,9 @@ def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes:
         stale=[
             str(entry.get("name"))
             for entry in dicts(chosen.facts, "packages")
-            if str(entry.get("name")) not in wanted and apt.stale(entry, branch)
+            if str(entry.get("state") or "ii")[1:2] != "c"
+            and str(entry.get("name")) not in wanted
+            and apt.stale(entry, branch)
         ],
         remove_patterns=[*apt.FOREIGN, *apt.NOUVEAU_PACKAGES],
     )
@@ -198,6 +204,9 @@ def _compose(answer: dict[str, Any], chosen: Chosen, toolkit: str | None, notes:
     answer["transaction"] = transactions.driver_transaction(answer, metas)
     answer["cuda_transaction"] = transactions.cuda_transaction(answer)
     answer["unbuilt"] = state.unbuilt(chosen.facts, dkms, branch, version)
+    answer["unlinked"] = state.unlinked(chosen.facts)
     notes.warnings += state.compare_with_loaded(chosen.facts, branch, version)
+    if state.loaded(chosen.facts) is None:
+        notes.reasons.append("no driver is loaded: it comes with a reboot, which host_reboot plans")
     told = state.secure_boot_warning(chosen, dkms)
     notes.warnings += [told] if told else []

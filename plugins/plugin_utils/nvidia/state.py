@@ -4,36 +4,88 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from .notes import Chosen, dicts, mapping
 from .versions import branch_of, driver_key, upstream
 
+LIBRARIES = (
+    ("libcuda1", "libcuda"),
+    ("libnvidia-ml1", "libnvidia-ml"),
+    ("libnvidia-compute*", "libcuda"),
+    ("libnvidia-compute*", "libnvidia-ml"),
+)
 BUILD_LOG = "/var/lib/dkms/{module}/{version}/build/make.log"
+
+
+def installed(facts: Mapping[str, Any]) -> str | None:
+    """Version of the driver on disk; where no package of it is installed, of the one that is loaded.
+
+    After a downgrade the loaded one is the newer until the reboot, and not what is wanted back.
+    """
+    versions = [
+        upstream(str(package.get("version") or ""))
+        for package in dicts(facts, "packages")
+        if str(package.get("state") or "ii")[1:2] == "i"
+        and any(fnmatchcase(str(package.get("name")), pattern) for pattern, _ in LIBRARIES)
+    ]
+    keys = {version: key for version in versions if (key := driver_key(version))}
+    return max(keys, key=lambda version: keys[version]) if keys else loaded(facts)
+
+
+def loaded(facts: Mapping[str, Any]) -> str | None:
+    found = mapping(facts, "nvidia_driver").get("loaded") or mapping(facts, "nvidia").get("driver_version")
+    return upstream(found) if isinstance(found, str) and driver_key(upstream(found)) else None
 
 
 def compare_with_loaded(facts: Mapping[str, Any], branch: int, version: str | None) -> list[str]:
     """A change of the loaded driver, and who would have to let go of the GPUs for it."""
-    loaded = mapping(facts, "nvidia_driver").get("loaded") or mapping(facts, "nvidia").get("driver_version")
-    if not isinstance(loaded, str) or driver_key(upstream(loaded)) is None:
+    there = loaded(facts)
+    if there is None:
         return []
-    loaded = upstream(loaded)
-    old, new = driver_key(loaded), driver_key(version or f"{branch}.00")
-    same = loaded == version if version else branch_of(loaded) == branch
+    old, new = driver_key(there), driver_key(version or f"{branch}.00")
+    same = there == version if version else branch_of(there) == branch
     if old is None or new is None or same:
         return []
     warnings = [
-        f"driver {loaded} is loaded, {version or f'branch {branch}'} is wanted:"
-        f" {'a downgrade' if old > new else 'an upgrade'} that takes a drain and a reboot"
-        " (set nvidia_driver_version to keep the loaded one)"
+        f"driver {there} is loaded, {version or f'branch {branch}'} is wanted:"
+        + (
+            " a downgrade that takes a drain and a reboot"
+            if old > new
+            else f" an upgrade that takes a drain and a reboot (set nvidia_driver_version to {there} to keep it)"
+        )
     ]
     users = in_use(facts)
     if users:
         warnings.append(
-            f"GPUs are in use by {'; '.join(users)}: nothing is unloaded, driver {loaded} stays in the kernel until"
+            f"GPUs are in use by {'; '.join(users)}: nothing is unloaded, driver {there} stays in the kernel until"
             f" the reboot"
         )
     return warnings
+
+
+def unlinked(facts: Mapping[str, Any]) -> list[str]:
+    """Libraries that are installed, and that the loader does not find in that version.
+
+    On Debian the links belong to update-alternatives: packages of two makers can take them from each other.
+    """
+    links = mapping(facts, "nvidia_driver").get("libraries")
+    if not isinstance(links, Mapping):
+        return []
+    told = []
+    for package in dicts(facts, "packages"):
+        name, version = str(package.get("name")), upstream(str(package.get("version") or ""))
+        mine = [library for pattern, library in LIBRARIES if fnmatchcase(name, pattern)]
+        if str(package.get("state") or "ii")[1:2] != "i" or driver_key(version) is None:
+            continue
+        told += [
+            f"{name} {version} is installed, but {library}.so.1 leads to {links.get(library) or 'nothing'}: programs do"
+            f" not find the driver; apt-get install --reinstall {name}, then see update-alternatives --display nvidia"
+            for library in mine
+            if links.get(library) != version
+        ]
+    return told
 
 
 def in_use(facts: Mapping[str, Any]) -> list[str]:

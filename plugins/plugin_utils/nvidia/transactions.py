@@ -25,7 +25,8 @@ def coupled(name: str, source: str) -> bool:
 def driver_transaction(answer: Mapping[str, Any], metas: Sequence[str]) -> dict[str, Any]:
     """Driver, headers, Fabric Manager and tools: they change together or not at all."""
     packages, source, version = answer["packages"], answer["source"], answer["version_pin"]
-    names = [*packages["headers"], *packages["driver"], *packages["fabric"], *packages["tools"]]
+    # Packages that the inventory names may be among the others.
+    names = list(dict.fromkeys([*packages["headers"], *packages["driver"], *packages["fabric"], *packages["tools"]]))
     install: list[dict[str, Any]] = []
     for name in names:
         wanted: dict[str, Any] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 
-DRIVER = re.compile(r"(\d{3})\.(\d{2,3})(?:\.(\d{2,3}))?")
-CUDA = re.compile(r"(\d{2})\.(\d{1,2})")
+DRIVER = re.compile(r"([1-9][0-9]{2})\.([0-9]{2,3})(?:\.([0-9]{2,3}))?")
+CUDA = re.compile(r"([1-9][0-9])\.(0|[1-9][0-9]?)")
 
 
 def driver_key(text: str) -> tuple[int, ...] | None:

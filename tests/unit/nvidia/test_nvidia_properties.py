@@ -10,6 +10,7 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia import matrix
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.errors import StackError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.request import CHOICES, DEFAULTS
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.stack import empty, stack
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.versions import driver_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,3 +139,23 @@ keys = st.sampled_from(["distribution", "kernel", "kernels", "nvidia_functions",
 @given(facts_of_hosts, st.dictionaries(keys, anything, max_size=2), st.sampled_from(sorted(DEFAULTS)), anything)
 def test_damaged_facts_and_variables(facts: dict[str, Any], damage: dict[str, Any], name: str, value: Any) -> None:
     assert set(stack(facts | damage, {name: value})) == set(empty())
+
+
+@settings(max_examples=300, deadline=None)
+@given(facts_of_hosts, wishes, st.sampled_from(versions))
+def test_a_downgrade_is_named_or_needed(facts: dict[str, Any], request: dict[str, Any], there: str) -> None:
+    """Whatever a host has: an older driver comes only where one was asked for, or the newer one drives no GPU of it."""
+    answer = stack(facts | {"nvidia_driver": {"loaded": there}}, request)
+    named = {"nvidia_driver_branch", "nvidia_driver_version"} & {
+        name for name, value in request.items() if value != "auto"
+    }
+    if not answer["needed"] or named or answer["source"] == "distribution":
+        return
+    own = int(there[:3])
+    driven = all(
+        row.first_branch <= own <= (row.last_branch or own)
+        for row in (matrix.GENERATIONS[kind] for kind in generations(facts))
+    )
+    if driven and own >= matrix.CUDA[request.get("python_env_variant", "cu130")].floor:
+        assert answer["branch"] >= own
+        assert not answer["version"] or driver_key(answer["version"]) >= driver_key(there)

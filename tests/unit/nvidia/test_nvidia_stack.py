@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia import matrix
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.errors import StackError
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.request import DEFAULTS, check, too_old
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.nvidia.stack import stack
 
 RELEASES = {
@@ -297,7 +298,7 @@ def test_version_and_branch_contradict() -> None:
         ("nvidia_driver_version", "580.159.04-1ubuntu1"),
         ("nvidia_driver_version", "699.10.01"),
         ("nvidia_driver_flavour", "closed"),
-        ("nvidia_driver_precompiled", "yes"),
+        ("nvidia_driver_precompiled", "maybe"),
         ("nvidia_driver_packages", "nvidia-open"),
         ("nvidia_driver_packages", ["nvidia open"]),
         ("nvidia_driver_mirror", ""),
@@ -306,11 +307,18 @@ def test_version_and_branch_contradict() -> None:
         ("nvidia_driver_key_fingerprint", "3bf863cc"),
         ("cuda_version", 13.0),
         ("cuda_version", "thirteen"),
-        ("cuda_compat", 1),
+        ("cuda_compat", 2),
         ("gpu_fabric_manager", True),
         ("gpu_fabric_gdr", "on"),
         ("python_env_variant", "cu128"),
         ("gpus", 8),
+        ("gpus", [5, None]),
+        ("gpus", {"count": -1, "name": "NVIDIA H200"}),
+        ("gpus", {"count": True, "name": "NVIDIA H200"}),
+        ("nvidia_driver_branch", "５８０"),
+        ("nvidia_driver_branch", "0580"),
+        ("nvidia_driver_version", "５８０.159.04"),
+        ("cuda_version", "13.00"),
         ("nvidia_driver_brach", 580),
     ],
 )
@@ -497,19 +505,222 @@ def test_what_is_stale_once_the_new_branch_is_there() -> None:
         package("nvidia-persistenced", version="550.163.01-1"),
         package("nvidia-kernel-common", version="20240109+1"),
         package("libnvidia-container1", version="1.18.0-1"),
+        package("nvidia-fabricmanager-570", "rc", version="570.211.01-1"),
     ]
-    answer = good(host(H200, distribution=("debian", "13"), packages=there))
+    answer = good(host(H200, distribution=("debian", "12"), packages=there))
     assert answer["stale"] == ["libnvidia-cfg1"]
     assert answer["remove"] == []
 
 
-def test_a_loaded_driver_is_told_of_and_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("branch", "there", "gone"),
+    [
+        (580, "datacenter-gpu-manager-4-cuda12", True),
+        (570, "datacenter-gpu-manager-4-cuda13", True),
+        (580, "datacenter-gpu-manager-4-cuda-all", True),
+        (580, "datacenter-gpu-manager-4-proprietary-cuda12", True),
+        (580, "datacenter-gpu-manager-4-proprietary-cuda13", False),
+        (580, "datacenter-gpu-manager-4-core", False),
+        (580, "datacenter-gpu-manager", True),
+    ],
+)
+def test_one_dcgm_is_left(branch: int, there: str, gone: bool) -> None:
+    facts = host(H200, packages=[package(there)])
+    answer = good(facts, nvidia_driver_branch=branch, python_env_variant="cu129")
+    assert answer["transaction"]["remove"] == ([there] if gone else [])
+    without = good(facts, nvidia_driver_branch=branch, python_env_variant="cu129", gpu_fabric_dcgm=False)
+    assert without["transaction"]["remove"] == [], "where DCGM is not this role's, all of it is left alone"
+
+
+def test_libraries_that_programs_do_not_find() -> None:
+    there = [
+        package("libcuda1", version="580.159.04-1"),
+        package("libnvidia-ml1", version="580.159.04-1"),
+        package("libnvidia-ml-dev", version="12.4.127~12.4.1-8"),
+        package("libnvidia-compute-570", version="570.211.01-0ubuntu1") | {"state": "rc"},
+    ]
+    facts = host(H200, distribution=("debian", "12"), packages=there)
+    assert good(facts)["unlinked"] == [], "facts that do not tell of libraries prove nothing"
+    found = {"libcuda": "580.159.04", "libnvidia-ml": "580.159.04"}
+    assert good(facts | {"nvidia_driver": {"libraries": found}})["unlinked"] == []
+    (told,) = good(facts | {"nvidia_driver": {"libraries": {"libcuda": "580.159.04"}}})["unlinked"]
+    assert told.startswith("libnvidia-ml1 580.159.04 is installed, but libnvidia-ml.so.1 leads to nothing")
+    old = found | {"libcuda": "535.261.03"}
+    (told,) = good(facts | {"nvidia_driver": {"libraries": old}})["unlinked"]
+    assert told.startswith("libcuda1 580.159.04 is installed, but libcuda.so.1 leads to 535.261.03")
+
+
+def test_a_loaded_driver_is_told_of() -> None:
     facts = host(H200)
-    newer = facts | {"nvidia_driver": {"loaded": "595.71.05"}}
+    older = facts | {"nvidia_driver": {"loaded": "570.211.01"}}
     same = facts | {"nvidia_driver": {"loaded": "580.159.04"}}
-    assert any("downgrade" in text for text in good(newer)["warnings"])
+    assert any("an upgrade" in text and "570.211.01" in text for text in good(older)["warnings"])
     assert good(same)["warnings"] == good(facts)["warnings"]
-    assert good(newer) | {"warnings": []} == good(facts) | {"warnings": []}
+    assert good(older) | {"warnings": []} == good(same) | {"warnings": []}
+    facts |= {"health": {"gpus": [{"index": 0, "processes": [{"pid": 4711, "name": "python3"}]}]}}
+    assert any("pid 4711" in text for text in good(facts | {"nvidia_driver": {"loaded": "570.211.01"}})["warnings"])
+
+
+@pytest.mark.parametrize("newer", ["580.211.01", "595.71.05"])
+def test_nothing_is_downgraded_unasked(newer: str) -> None:
+    """What is newer and runs the runtime stays, with its reason, until version or branch name another."""
+    there = [package("libnvidia-compute-580", version=f"{newer}-0ubuntu1")]
+    for facts in (host(H200, packages=there), host(H200, nvidia_driver={"loaded": newer})):
+        answer = good(facts)
+        assert (answer["version"], answer["branch"], answer["version_pin"]) == (newer, int(newer[:3]), f"{newer}-*")
+        assert any(f"driver {newer} is installed" in text and "kept" in text for text in answer["reasons"])
+        assert not any("grade" in text for text in answer["warnings"])
+        assert good(facts, nvidia_driver_branch=newer[:3])["version"] == newer
+        assert good(facts, nvidia_driver_version="580.159.04")["version"] == "580.159.04"
+    facts = host(H200, packages=[package("libnvidia-compute-595", version="595.71.05-1")])
+    assert good(facts, nvidia_driver_branch=580)["version"] == "580.159.04"
+
+
+def test_what_is_installed_counts_and_not_what_a_reboot_will_unload() -> None:
+    there = [package("libnvidia-compute-580", version="580.159.04-0ubuntu1")]
+    answer = good(host(H200, packages=there, nvidia_driver={"loaded": "595.71.05"}))
+    assert answer["version"] == "580.159.04"
+    left = [package("libnvidia-compute-595", "rc", version="595.71.05-0ubuntu1")]
+    assert good(host(H200, packages=there + left))["version"] == "580.159.04"
+
+
+def test_a_newer_driver_that_does_not_drive_the_gpus_is_replaced() -> None:
+    there = [package("libnvidia-compute-595", version="595.71.05-0ubuntu1")]
+    answer = good(host(V100, packages=there), python_env_variant="cu129")
+    assert answer["branch"] == 580
+    assert any("595.71.05 is installed and replaced" in text for text in answer["reasons"])
+
+
+def test_an_unknown_newer_driver_is_not_replaced_unasked() -> None:
+    facts = host(H200, packages=[package("libnvidia-compute-701", version="701.10.01-1")])
+    [(variable, text)] = refused(facts)
+    assert variable == "nvidia_driver_version"
+    assert "701.10.01" in text
+    assert "580.159.04" in text
+    assert good(facts, nvidia_driver_version="580.159.04")["version"] == "580.159.04"
+
+
+def test_a_folder_of_the_site_keeps_the_newer_branch() -> None:
+    facts = host(H200, packages=[package("libnvidia-compute-595", version="595.71.05-1")])
+    answer = good(facts, nvidia_driver_source="local", nvidia_driver_local="/srv/nvidia")
+    assert (answer["branch"], answer["version"], answer["version_pin"]) == (595, None, "595.*")
+
+
+@pytest.mark.parametrize("text", ["yes", "true", "True", "on", "1", 1])
+def test_switches_may_be_texts(text: Any) -> None:
+    """-e gives texts; what the inventory's check takes must not be refused by a role after hosts were changed."""
+    assert "cuda-compat-13-0" in good(host(H200), nvidia_driver_branch=570, cuda_compat=text)["packages"]["cuda"]
+    assert good(host(H200), gpu_fabric_dcgm="no")["packages"]["tools"] == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "variable"),
+    [
+        ({"nvidia_driver_branch": 570, "nvidia_driver_version": "580.159.04", "cuda_compat": True}, "version"),
+        ({"cuda_version": "12.9"}, "cuda_version"),
+        ({"cuda_version": "13.0", "python_env_variant": "cu129"}, "cuda_version"),
+        ({"nvidia_driver_source": "local"}, "nvidia_driver_local"),
+        ({"nvidia_driver_precompiled": "yes"}, "nvidia_driver_precompiled"),
+    ],
+)
+def test_contradictions_need_no_host(request_: dict[str, Any], variable: str) -> None:
+    [problem] = check(request_)[1]
+    assert problem.variable.endswith(variable)
+    assert problem.remedy
+    assert len(refused(host(H200), **request_)) == 1
+
+
+def test_a_branch_below_the_floor_needs_no_host() -> None:
+    for wish in ({"nvidia_driver_branch": 550}, {"nvidia_driver_version": "570.211.01"}):
+        [problem] = too_old(check(wish)[0])
+        assert problem.variable in wish
+        assert "580" in problem.message
+        assert "cu129" in problem.remedy
+        for more in ({"cuda_compat": "yes"}, {"python_env_variant": "cu129"}, {"python_env_variant": "cpu"}):
+            assert too_old(check(wish | more)[0]) == []
+    assert too_old(check({})[0]) == []
+
+
+def test_modules_built_beforehand_are_ubuntus() -> None:
+    wish = {"nvidia_driver_precompiled": True, "nvidia_driver_source": "distribution", "python_env_variant": "cu129"}
+    [(variable, text)] = refused(host(T4, distribution=("debian", "12")), **wish)
+    assert variable == "nvidia_driver_precompiled"
+    assert "debian 12" in text
+    assert any("linux-modules-nvidia" in name for name in good(host(T4), **wish)["packages"]["driver"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "declared", "fabric"),
+    [
+        ([0x2920] * 8, {"count": 8, "name": "NVIDIA B200"}, True),
+        ([B200] * 7, {"count": 8, "name": "NVIDIA B200"}, True),
+        ([B200] * 7, [], False),
+        ([0x2920] * 8, {"count": 8, "name": "NVIDIA RTX PRO 6000 Blackwell Server Edition"}, False),
+    ],
+)
+def test_boards_of_blackwell(devices: list[int], declared: Any, fabric: bool) -> None:
+    answer = good(host(*devices), gpus=declared)
+    assert ("nvidia-fabricmanager" in answer["packages"]["fabric"]) == fabric
+    assert answer["warnings"], "an unknown board, or one that has lost a GPU, is told of"
+
+
+def test_the_drivers_own_name_of_an_unknown_board_counts() -> None:
+    facts = host(*[0x2920] * 8, gpus=[{"name": "NVIDIA B200", "memory_total_mib": 183359}] * 8)
+    answer = good(facts)
+    assert answer["hardware"]["datacenter"]
+    assert answer["hardware"]["nvswitch"]
+    assert any("10de:2920" in text and "nvidia-smi" in text for text in answer["warnings"])
+    assert good(host(*[B200] * 8), gpus={"count": 8, "name": "NVIDIA B200"})["warnings"] == []
+
+
+def test_an_unknown_generation_is_told_by_its_name() -> None:
+    answer = good(host(0x4000), gpus={"count": 1, "name": "NVIDIA B300"})
+    assert answer["flavour"] == "open"
+    assert any("10de:4000" in text for text in answer["warnings"])
+
+
+def test_second_hand_rows_are_told_of() -> None:
+    reasons = good(host(*[B200] * 8, distribution=("debian", "13")), nvidia_driver_branch=595)["reasons"]
+    [told] = [text for text in reasons if text.startswith("what is known of")]
+    for name in ("NVIDIA B200", "branch 595", "debian 13"):
+        assert name in told
+    assert "what is known of" not in " ".join(good(host(H200))["reasons"])
+
+
+def test_debian_13s_repository_begins_later() -> None:
+    """With a mirror of the site, what that holds is the site's business."""
+    facts = host(H200, distribution=("debian", "13"))
+    answer = good(facts)
+    assert (answer["branch"], answer["cuda"]["toolkit"]) == (595, "13.1")
+    assert any("begins with 590" in text for text in answer["reasons"])
+    assert not any("not known to hold" in text for text in answer["warnings"])
+    mirrored = good(facts, nvidia_driver_mirror="https://mirror/cuda")
+    assert (mirrored["branch"], mirrored["cuda"]["toolkit"]) == (580, "13.0")
+    asked = good(facts, nvidia_driver_branch=580, cuda_version="13.0")
+    assert len([text for text in asked["warnings"] if "580" in text or "13.0" in text]) == 2
+    old = good(host(V100, distribution=("debian", "13")), python_env_variant="cu129")
+    assert old["branch"] == 580
+    assert any("not known to hold a toolkit of CUDA 12" in text for text in old["warnings"])
+
+
+@pytest.mark.parametrize("name", [name for name in DEFAULTS if "mirror" in name or name.endswith(("_local", "_url"))])
+def test_a_login_in_an_address_is_refused_and_not_shown(name: str) -> None:
+    [problem] = check({name: "http://user:s3cret@host/repos", "nvidia_driver_key_sha256": "a" * 64})[1]
+    assert problem.variable == name
+    assert "s3cret" not in str(problem.as_dict())
+    assert "auth.conf.d" in problem.remedy
+    assert check({name: "http://host/re@pos", "nvidia_driver_key_sha256": "a" * 64})[1] == []
+
+
+def test_a_reboot_is_announced_where_no_driver_is_loaded() -> None:
+    assert any("reboot" in text for text in good(host(H200))["reasons"])
+    assert not any("reboot" in text for text in good(host(H200, nvidia_driver={"loaded": "580.159.04"}))["reasons"])
+
+
+def test_packages_named_twice_are_installed_once() -> None:
+    answer = good(host(H200), nvidia_driver_packages=["nvidia-open", "nvidia-open", "datacenter-gpu-manager-4-cuda13"])
+    names = [entry["name"] for entry in answer["transaction"]["install"]]
+    assert len(names) == len(set(names))
 
 
 def test_packages_by_hand() -> None:
