@@ -3,8 +3,8 @@
 
 Standard input is a JSON object: `folder` (of the report), `whole` (whether the playbook judged the hosts too), `shown`
 (what it printed), `found` (a list of {check, nodes, targets, measured, cause, remedy}, regular expressions for the last
-three, `status` where it is not `fail`), `besides` (checks that the fault may or may not make fail as well) and `tested`
-(how many directions have to be open at all their ports).
+three, `status` where it is not `fail`), `besides` (checks that the fault may or may not make fail as well), `tested`
+(how many directions have to be open at all their ports) and `family` (that the cluster speaks).
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def differences(given: dict[str, Any]) -> list[str]:
         clean = sum(cell.get("tried", 0) > 0 and cell["open"] == cell["tried"] for cell in cells)
         if clean != given["tested"]:
             result.append(f"{clean} directions are open at all their ports, not {given['tested']}: {report['matrix']}")
+    family = next(check["measured"] for check in report["checks"] if check["id"] == "net_family")
+    if family != given.get("family", family):
+        result.append(f"the nodes were tested by {family}, not {given['family']}")
     verdict = "fail" if any(item.get("status", "fail") == "fail" for item in wanted.values()) else None
     verdict = verdict or ("warn" if wanted else "pass")
     if report["verdict"] != verdict:

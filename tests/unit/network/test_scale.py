@@ -18,8 +18,8 @@ COUNT = 64
 NAMES = [f"n{number}" for number in range(1, COUNT + 1)]
 ADDRESSES = {name: f"10.20.0.{number}" for number, name in enumerate(NAMES, 1)}
 SETTINGS = {"mode": "strict_ports", "admin_networks": ["10.9.0.0/16"], "client_networks": ["10.0.0.0/8"]}
-# Of the task file, in its order; what runs on the controller alone is left out. The last two come with `full` only.
-TASKS = ["net_listener", "net_probe", "net_listener", "gloo_check", "async_status"]
+# Of the task file, in its order; what runs on the controller alone is left out. The last four come with `full` only.
+TASKS = ["net_listener", "net_probe", "net_listener", "gloo_check", "async_status", "nccl_check", "async_status"]
 
 
 def plan() -> dict[str, Any]:
