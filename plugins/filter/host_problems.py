@@ -36,6 +36,14 @@ def fabric_problems(
         return {"problems": [str(error)], "warnings": []}
 
 
+def environment_problems(*arguments: Any, **options: Any) -> list[str]:
+    try:
+        fabric.node_environment(*arguments, **options)
+    except errors.HostError as error:
+        return [str(error)]
+    return []
+
+
 class FilterModule:
     def filters(self) -> dict[str, Any]:
         return {
@@ -43,5 +51,6 @@ class FilterModule:
             "host_paths": plain(verify.wanted_paths),
             "fabric_problems": plain(fabric_problems),
             "node_environment": plain(fabric.node_environment),
+            "environment_problems": plain(environment_problems),
             "not_carried": plain(fabric.not_carried),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.filter.host_problems import FilterModule
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts.errors import HostError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts.fabric import (
     FABRICS,
@@ -291,3 +292,13 @@ def test_what_the_driver_must_not_hand_to_ray_workers() -> None:
     assert {"NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_NET"} <= set(not_carried(environment))
     assert not_carried(environment) == sorted(environment)
     assert "VLLM_CONFIG_ROOT" not in node_environment(FACTS, NODE, "n2", **options, hosts=plan_hosts("mp"))
+
+
+def test_what_does_not_fit_is_a_sentence_before_anything_is_written() -> None:
+    """Role fabric asserts it; the template of the file would fail in the middle of a task, without the remedy in sight."""
+    problems = FilterModule().filters()["environment_problems"]
+    assert problems(FACTS, NODE, "n2", fabric_type="tcp") == []
+    (sentence,) = problems({**FACTS, "rdma": []}, NODE, "n2", fabric_type="infiniband")
+    assert "n2 has no active RDMA port" in sentence
+    (sentence,) = problems(FACTS, {"interface": "eth1", "address": "10.77.1.12"}, "n2")
+    assert "eth1" in sentence
