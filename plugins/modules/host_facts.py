@@ -203,8 +203,8 @@ ansible_facts:
           description: >-
             With O(health): C(gpus) (of each what nvidia-smi -q tells), C(nvlink), C(p2p), C(topology) (matrices of
             nvidia-smi), C(pci) (links, ACS of the bridges above and IOMMU of each GPU), C(iommu_groups), C(virtual),
-            C(kernel_log), C(services), C(fabric_manager) (its version), C(device_nodes), C(remove_ipc), C(clock),
-            C(swap_used_mib), C(reboot_required), C(boot) (C(kernel) and C(options) of the next boot; as C(modprobe) the
+            C(kernel_log), C(services), C(fabric_manager) (its version), C(device_nodes), C(remove_ipc), C(clock) (with
+            C(servers), what chrony thinks of them), C(node_environment) (of node.env), C(swap_used_mib), C(reboot_required), C(boot) (C(kernel) and C(options) of the next boot; as C(modprobe) the
             files that were changed after this one; as C(initramfs_older) the kernels whose image is older than the list
             that keeps nouveau away), C(unmounted) (of fstab), C(gpu_users) (processes that have a GPU open, where
             nvidia-smi does not tell), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types),
@@ -1368,8 +1368,18 @@ def remove_ipc(root):
     return settings(root, "logind.conf").get("RemoveIPC", "yes").lower() in ("yes", "true", "1", "on")
 
 
+def time_servers():
+    """What chrony thinks of its servers; null where it does not run."""
+    text, _ = execute(["chronyc", "-c", "-n", "sources"], 5)
+    rows = [line.split(",") for line in (text or "").splitlines()]
+    # mode, state, name, stratum, poll, reach (octal: a bit for each of the last eight requests)
+    return (
+        None if text is None else [{"name": row[2], "state": row[1], "reach": row[5]} for row in rows if len(row) > 5]
+    )
+
+
 def clock_facts(root, offset):
-    """Whether the kernel counts its clock as synchronised, and how far the hardware's clock is off."""
+    """Whether the kernel counts its clock as synchronised, what by, and how far the hardware's clock is off."""
     buffer = ctypes.create_string_buffer(512)
     # With no field to set (the first word is 0) it only reads; struct timex of a 64-bit kernel.
     state = ctypes.CDLL(None).adjtimex(buffer) if struct.calcsize("P") == 8 else -1
@@ -1381,7 +1391,18 @@ def clock_facts(root, offset):
         "offset_seconds": offset,
         "hardware_offset_seconds": None if hardware is None or local else hardware - int(time.time()),
         "hardware_local": local,
+        "servers": time_servers(),
     }
+
+
+def node_environment(root):
+    """Addresses and interfaces that Ray and the engines are started with; null where they were never written."""
+    text = read(f"{root}/etc/ironrack/node.env", None)
+    if text is None:
+        return None
+    pairs = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+    names = ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: pairs[name].strip("\"'") for name in names if name in pairs}
 
 
 def swap_used_mib(root):
@@ -1641,6 +1662,7 @@ def gather(paths=(), nvidia_smi="nvidia-smi", timeout=20, *, root="", health=Fal
             "device_nodes": (lambda: device_nodes(root), []),
             "remove_ipc": (lambda: remove_ipc(root), True),
             "clock": (lambda: clock_facts(root, offset), {}),
+            "node_environment": (lambda: node_environment(root), None),
             "swap_used_mib": (lambda: swap_used_mib(root), 0),
             "reboot_required": (lambda: reboot_required(root), None),
             "boot": (lambda: boot_facts(root, facts["kernels"]), {}),

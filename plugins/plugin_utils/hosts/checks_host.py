@@ -159,6 +159,52 @@ def time_sync(node: Node) -> Verdict:
     return passed(f"synchronised{' by ' + ', '.join(active) if active else ''}")
 
 
+@check("time_servers")
+def time_servers(node: Node) -> Verdict:
+    """Seen before the clock moves: a server that is gone, or one that the others contradict."""
+    servers = (node.health.get("clock") or {}).get("servers")
+    if not servers:
+        return skipped("chrony does not run here, or has no server")
+    expected = "one that is followed, none that disagrees"
+    remedy = (
+        "set base_time_servers to servers that the node reaches and that agree, run playbooks/host.yml; chronyc sources"
+        " tells more. Where addresses of the cluster have changed, host.yml has to run as well as network.yml"
+    )
+    liars = [str(server["name"]) for server in servers if server["state"] == "x"]
+    if liars:
+        return warned(f"{', '.join(liars)} disagrees with the others", expected, remedy)
+    followed = [server for server in servers if server["state"] == "*"]
+    if not followed:
+        return warned(f"none of {', '.join(str(server['name']) for server in servers)} is followed", expected, remedy)
+    # The last requests are the lowest bits.
+    lost = [str(server["name"]) for server in followed if not int(str(server["reach"]), 8) & 0o7]
+    if lost:
+        return warned(f"{lost[0]} has not answered the last three requests", expected, remedy)
+    return passed(f"follows {followed[0]['name']}")
+
+
+@check("node_environment", "A11", "A12", "A13")
+def node_environment(node: Node) -> Verdict:
+    written = node.health.get("node_environment")
+    planned = (node.plan.get("nodes") or {}).get(node.host) or {}
+    if written is None or not planned.get("address"):
+        return skipped("node.env is not written yet: playbooks/network.yml does")
+    remedy = (
+        f"run playbooks/network.yml --limit {node.host}, then playbooks/serve.yml: Ray and the engines read it at start"
+    )
+    wrong = []
+    if written.get("VLLM_HOST_IP") not in (None, planned["address"]):
+        wrong.append(f"VLLM_HOST_IP={written['VLLM_HOST_IP']}")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        interface = str(written.get(name) or "").lstrip("=")
+        if planned.get("interface") and interface and interface != planned["interface"]:
+            wrong.append(f"{name}={written[name]}")
+    if wrong:
+        expected = " on ".join(str(planned[key]) for key in ("address", "interface") if planned.get(key))
+        return failed(f"node.env is of another plan: {', '.join(wrong)}", expected, remedy)
+    return passed(f"node.env names {planned['address']}")
+
+
 @check("hardware_clock")
 def hardware_clock(node: Node) -> Verdict:
     clock = node.health.get("clock") or {}

@@ -295,7 +295,7 @@ def test_what_the_driver_must_not_hand_to_ray_workers() -> None:
 
 
 def test_what_does_not_fit_is_a_sentence_before_anything_is_written() -> None:
-    """Role fabric asserts it; the template of the file would fail in the middle of a task, without the remedy in sight."""
+    """Role fabric asserts it; the template of the file would fail in the middle of a task, the remedy out of sight."""
     problems = FilterModule().filters()["environment_problems"]
     assert problems(FACTS, NODE, "n2", fabric_type="tcp") == []
     (sentence,) = problems({**FACTS, "rdma": []}, NODE, "n2", fabric_type="infiniband")

@@ -31,7 +31,7 @@ MODEL = "/data/models/big"
 PLAN: dict[str, Any] = {
     "site": {"prefix": "/opt/ironrack", "current": "/opt/ironrack/current", "state_dir": "/var/lib/ironrack"},
     "runtime": {"variant": "cu130"},
-    "nodes": {name: {"gpus": [H200, H200]} for name in ("n1", "n2", "n3")},
+    "nodes": {name: {"gpus": [H200, H200], "address": f"10.77.1.1{name[1]}"} for name in ("n1", "n2", "n3")},
     "instances": {"big": {"model_path": MODEL, "world": [{"node": name} for name in ("n1", "n2", "n3")]}},
 }
 GIB = 2**30
@@ -295,6 +295,10 @@ def package(name: str, version: str = "580.159.04-1", hold: bool = False) -> dic
     return {"name": name, "version": version, "state": "hi" if hold else "ii", "hold": hold}
 
 
+def server(name: str, state: str, reach: str) -> dict[str, str]:
+    return {"name": name, "state": state, "reach": reach}
+
+
 FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
     ("gpu_driver", "fail", {"nvidia__error": "nvidia-smi is not installed", "gpus": []}, "is not installed"),
     # Without what nvidia-smi -q tells, most other checks have nothing to judge: that must not look like health.
@@ -393,6 +397,18 @@ FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
     ("models", "warn", {f"paths__{MODEL}__exists": False}, "does not exist on n1"),
     ("cache_filesystem", "warn", {"health__file_system_types": {"/var/lib/ironrack": "nfs4"}}, "on nfs4"),
     ("time_sync", "warn", {"health__clock__synchronised": False}, "not synchronised (chrony runs)"),
+    (
+        "time_servers",
+        "warn",
+        {"health__clock__servers": [server("10.0.0.1", "?", "0")]},
+        "none of 10.0.0.1 is followed",
+    ),
+    (
+        "node_environment",
+        "fail",
+        {"health__node_environment": {"VLLM_HOST_IP": "fd85::11", "GLOO_SOCKET_IFNAME": "eth9"}},
+        "another plan: VLLM_HOST_IP=fd85::11",
+    ),
     ("hardware_clock", "warn", {"health__clock__hardware_offset_seconds": -7200}, "-7200 s"),
     ("swap", "warn", {"health__swap_used_mib": 5000}, "5000 MiB"),
     ("hugepages", "warn", {"memory__hugepages": 100000}, "200000 MiB"),
@@ -654,3 +670,29 @@ def test_document_lists_every_report_and_every_check() -> None:
     assert told == {name: group for name, group in groups.items() if group}
     listed = re.findall(r"(?m)^\| `(\w+)` \|", DOCUMENT.read_text(encoding="utf-8"))
     assert sorted(listed) == sorted([*preflight.check_ids(), "reachable"])
+
+
+@pytest.mark.parametrize(
+    ("servers", "status", "words"),
+    [
+        ([server("a", "*", "377"), server("b", "+", "377")], "pass", "follows a"),
+        ([server("a", "*", "377"), server("b", "x", "377")], "warn", "b disagrees"),
+        ([server("a", "*", "370")], "warn", "a has not answered the last three"),
+        ([server("a", "*", "1")], "pass", "follows a"),
+        ([], "skip", "no server"),
+        (None, "skip", "chrony does not run"),
+    ],
+)
+def test_servers_of_the_time(servers: list[dict[str, str]] | None, status: str, words: str) -> None:
+    found = verdict(report(host(health__clock__servers=servers)), "time_servers")
+    assert found["status"] == status
+    assert words in found["measured"]
+
+
+def test_environment_that_fits_the_plan() -> None:
+    plan = copy.deepcopy(PLAN)
+    plan["nodes"]["n1"]["interface"] = "eth0"
+    for name, status in (("eth0", "pass"), ("eth1", "fail")):
+        written = {"VLLM_HOST_IP": "10.77.1.11", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": f"={name}"}
+        result = report(host(health__node_environment=written), plan)
+        assert verdict(result, "node_environment")["status"] == status
