@@ -204,11 +204,11 @@ ansible_facts:
             With O(health): C(gpus) (of each what nvidia-smi -q tells), C(nvlink), C(p2p), C(topology) (matrices of
             nvidia-smi), C(pci) (links, ACS of the bridges above and IOMMU of each GPU), C(iommu_groups), C(virtual),
             C(kernel_log), C(services), C(fabric_manager) (its version), C(device_nodes), C(remove_ipc), C(clock) (with
-            C(servers), what chrony thinks of them), C(node_environment) (of node.env), C(swap_used_mib), C(reboot_required), C(boot) (C(kernel) and C(options) of the next boot; as C(modprobe) the
-            files that were changed after this one; as C(initramfs_older) the kernels whose image is older than the list
-            that keeps nouveau away), C(unmounted) (of fstab), C(gpu_users) (processes that have a GPU open, where
-            nvidia-smi does not tell), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types),
-            C(link_downed).
+            C(servers), what chrony thinks of them), C(node_environment) (of node.env), C(swap_used_mib),
+            C(reboot_required), C(boot) (C(kernel) and C(options) of the next boot; as C(modprobe) the files that were
+            changed after this one; as C(initramfs_older) the kernels whose image is older than the list that keeps
+            nouveau away), C(unmounted) (of fstab), C(gpu_users) (processes that have a GPU open, where nvidia-smi does
+            not tell), C(unattended_upgrades), C(toolchain), C(release), C(file_system_types), C(link_downed).
           type: dict
         serving:
           description: Units of this project that run (engines and Ray).

@@ -401,7 +401,7 @@ FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
         "time_servers",
         "warn",
         {"health__clock__servers": [server("10.0.0.1", "?", "0")]},
-        "none of 10.0.0.1 is followed",
+        "none of 10.0.0.1",
     ),
     (
         "node_environment",
