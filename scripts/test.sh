@@ -35,9 +35,50 @@ scenarios() {
     for name in "$@"; do step "molecule $name" molecule test --scenario-name "$name"; done
 }
 
+# One lane is one scenario after the other. Of a scenario that fails, the log is shown.
+lane() {
+    local name start state child=''
+    trap '[ -z "$child" ] || kill "$child"; exit 143' TERM
+    for name in "$@"; do
+        start=$SECONDS state=passed
+        printf '==> molecule %s begins, %s\n' "$name" "$logs/$name.log"
+        # In the background, so that a signal gets through to it at once.
+        molecule test --scenario-name "$name" >"$logs/$name.log" 2>&1 &
+        child=$!
+        wait "$child" || state=FAILED
+        [ "$state" = passed ] || cat "$logs/$name.log"
+        printf '%-32s %-7s %4d s\n' "molecule $name" "$state" $((SECONDS - start)) | tee -a "$logs/results"
+    done
+}
+
+lanes() { # "SCENARIO..." "SCENARIO...": side by side, since a scenario keeps little more than one core busy
+    local words lane=() pids=() line
+    logs=tests/output/molecule
+    rm -rf "$logs"
+    mkdir -p "$logs"
+    for words in "$@"; do
+        read -ra lane <<<"$words"
+        lane "${lane[@]}" &
+        pids+=($!)
+    done
+    trap 'kill "${pids[@]}" 2>/dev/null; wait' EXIT
+    trap 'exit 130' INT TERM
+    wait
+    trap - EXIT INT TERM
+    while read -r line; do
+        results+=("$line")
+        [[ $line != *FAILED* ]] || failed=$((failed + 1))
+    done <"$logs/results"
+}
+
 molecule_all() {
-    # The first scenarios are the cheap ones: a broken lab shows in a minute.
-    if [ "$#" -gt 0 ]; then scenarios "$@"; else scenarios lab preflight ssh firewall driver cluster cluster_mp; fi
+    if [ "$#" -gt 0 ]; then
+        scenarios "$@"
+        return
+    fi
+    # Alone and first: a broken lab shows in a minute, and the others find its images ready.
+    scenarios lab
+    lanes "cluster cluster_mp" "preflight ssh firewall network driver driver_upgrade"
 }
 
 what=${1:-all}
