@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 import time
 from typing import Any
 
@@ -33,10 +35,12 @@ class GuardedAction(ActionBase):  # type: ignore[misc]
         super().run(tmp, task_vars)
         task_vars = task_vars or {}
         arguments = self.arguments(task_vars)
-        result = self._step("apply", arguments, task_vars)
+        result = self._step("apply", {**arguments, "guard": {"by": whoever()}}, task_vars)
         guard = result.pop("guard", None)
         if result.get("failed") or not guard:
             return result
+        # Without it the confirmation could be that of a change that another run has made since.
+        arguments = {**arguments, "guard": {"token": guard["token"]}}
         end = time.monotonic() + float(guard["seconds"])
         first, why = self._connection, "no answer"
         while time.monotonic() < end:
@@ -86,13 +90,14 @@ class GuardedAction(ActionBase):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Wait for the roll-back and say how things are."""
         state = self._state(arguments, task_vars)
-        if state not in ("confirmed", "rolled_back"):
+        if state not in ("confirmed", "rolled_back", "replaced"):
             # The node's clock started before ours.
             time.sleep(max(0.0, end - time.monotonic()) + 2)
             state = self._state(arguments, task_vars)
         said = {
             "rolled_back": "they were taken back, the node is as it was before",
             "confirmed": "they stay in force, but something went wrong afterwards",
+            "replaced": "they were taken back, and another run has changed the node since",
         }.get(state, f"whether they were taken back is not known ({state})")
         where = f"{self.WHAT} of {task_vars.get('inventory_hostname', '?')}"
         return {
@@ -112,6 +117,15 @@ class GuardedAction(ActionBase):  # type: ignore[misc]
             return str(error)
 
 
+def whoever() -> str:
+    """Who works on the node, for somebody else who wants to."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = str(os.getuid())
+    return f"{name}@{os.uname().nodename}"
+
+
 class ActionModule(GuardedAction):
     """The firewall of a node; see the module of the same name."""
 
@@ -125,16 +139,24 @@ class ActionModule(GuardedAction):
             raise AnsibleError("rules: give what the filter ironrack.vllm.firewall_rules returns")
         self.admins: list[str] = []
         # With rules, the role's validation has shown them.
-        self.warnings = found.get("warnings", []) if found["mode"] == "off" else []
+        self.warnings = list(found.get("warnings", [])) if found["mode"] == "off" else []
         # What the text and the settings say already need not travel.
         arguments["rules"] = {"mode": found["mode"]}
         if found["mode"] == "off":
             return {**arguments, "ruleset": "", "kernel": {}}
         try:
-            found = firewall.admit(found, self._present())
+            listed = found["admin_networks"]
+            before = [] if listed else self._step("status", arguments, task_vars).get("present", [])
+            found = firewall.admit(found, self._present(), before)
         except firewall.FirewallError as error:
             raise AnsibleError(str(error)) from None
         self.admins = found["admin_networks"]
+        if found["present"]:
+            only = ", which firewall_admin_networks leaves out," if listed else " and from nowhere else,"
+            self.warnings.append(
+                f"{found['host']} lets in SSH from {', '.join(found['present'])}{only} since somebody is or was"
+                " connected from there: list the networks of your administrators in firewall_admin_networks"
+            )
         return {**arguments, "ruleset": nft.render(found), "kernel": found["kernel"]}
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,16 +43,32 @@ def locked(folder: Path) -> Iterator[None]:
 
 def read(path: Path) -> str:
     try:
-        return path.read_text("utf-8", errors="surrogateescape")
+        # Not read_text(), which changes the ends of lines.
+        return path.read_bytes().decode("utf-8", errors="surrogateescape")
     except FileNotFoundError:
         return ""
     except OSError as error:
         raise AnsibleError(f"{path}: {error.strerror}") from None
 
 
+def status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AnsibleError(f"ssh_known_hosts_file = {path}: {error.strerror} -> name another file") from None
+
+
 def change(path: Path, function: Callable[[str], str], check: bool) -> tuple[str, str]:
     """The text of a file before and after; nobody else changes it in between."""
     path = path.resolve()
+    present = status(path)
+    if present and not stat.S_ISREG(present.st_mode):
+        raise AnsibleError(
+            f"ssh_known_hosts_file = {path}: is there and is no regular file, so host keys cannot be kept in it -> name"
+            " a file of its own, as in {{ inventory_dir }}/.ironrack/known_hosts"
+        )
     if check:
         before = read(path)
         return before, function(before)
@@ -62,7 +79,9 @@ def change(path: Path, function: Callable[[str], str], check: bool) -> tuple[str
             after = function(before)
             if after != before:
                 new = path.with_name(f"{path.name}.{os.getpid()}.new")
-                new.write_text(after, "utf-8", errors="surrogateescape")
+                new.write_bytes(after.encode("utf-8", errors="surrogateescape"))
+                if present:
+                    new.chmod(stat.S_IMODE(present.st_mode))
                 new.replace(path)
     except OSError as error:
         raise AnsibleError(f"{error.filename or path}: {error.strerror}") from None

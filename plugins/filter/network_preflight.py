@@ -35,7 +35,10 @@ def network_preflight(measured: Any, *arguments: Any, **options: Any) -> dict[st
     probes = {}
     for name, result in measured.items():
         text = result.get("json")
-        probes[str(name)] = json.loads(str(text)) if text else to_plain(result.get("probe"))
+        try:
+            probes[str(name)] = json.loads(str(text)) if text else to_plain(result.get("probe"))
+        except ValueError:
+            probes[str(name)] = str(text)  # told as what cannot be read
     report = plain(probe.judge)(probes, *arguments, **options)
     page = probe_html.render(report)
     whole = json.dumps({key: value for key, value in report.items() if key != "table"}, ensure_ascii=False) + "\n"

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import resource
 import socket
 import struct
 import time
@@ -43,6 +45,15 @@ def parse(data):
 
 def address_family(address):
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def open_files():
+    """How many there may be, as many as the system lets us."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def never_fragment(sock, family):

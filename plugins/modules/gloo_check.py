@@ -98,12 +98,12 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import time
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils.env_file import read_environment
 
 # Runs in the runtime. Rank 0 holds the meeting point, so it leaves last.
 PROGRAM = """
@@ -124,26 +124,6 @@ store.wait(["done%d" % (1 - rank)], limit)
 print(json.dumps({"ok": right, "seconds": round(seconds, 4)}))
 """
 LONGEST = 400
-
-
-def read_environment(path):
-    """Variables of a file as systemd reads it: NAME=value, quoted or not, comments with # or ;."""
-    try:
-        with open(path, encoding="utf-8") as handle:
-            lines = handle.read().splitlines()
-    except FileNotFoundError:
-        return {}
-    found = {}
-    for line in lines:
-        name, equals, value = line.strip().partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            continue
-        try:
-            words = shlex.split(value)
-        except ValueError:
-            words = [value]
-        found[name] = " ".join(words)
-    return found
 
 
 def begin(python, environment, rank, meeting, timeout):

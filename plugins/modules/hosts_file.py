@@ -15,7 +15,7 @@ description:
     Takes this host's own names off loopback addresses, where installers put them (C(127.0.1.1) on Debian and Ubuntu):
     software that looks up its own name there tells the other nodes to connect to themselves. The names move to this
     host's entry. C(localhost) stays.
-  - Writes atomically, and only when something changes.
+  - Writes atomically, and only when something changes. Where the file is a link, what it leads to is written.
 author:
   - The ironrack authors
 options:
@@ -99,11 +99,12 @@ def is_head(line):
 def split_block(text):
     """Lines outside of our block, and lines inside.  Marks without a partner are dropped, the lines at them kept."""
     rest, block, inside = [], [], None
-    for line in text.splitlines():
+    # splitlines() would cut at a form feed or U+2028 too.
+    for line in text.removesuffix("\n").split("\n") if text else []:
         if is_head(line):
             rest += inside or []  # the block before had no end
             inside = []
-        elif line == END:
+        elif line.rstrip() == END:
             block += inside or []
             inside = None
         elif inside is not None:
@@ -116,8 +117,13 @@ def split_block(text):
 def own_names(hostname, kernel_name, names):
     """Those of the names that mean this host: equal to a known one, or a long form of it."""
     known = {hostname.lower(), hostname.lower().split(".")[0], kernel_name.lower(), kernel_name.lower().split(".")[0]}
-    known.discard("localhost")
-    return [name for name in names if name.lower() in known or name.lower().split(".")[0] in known]
+    mine = [name for name in names if name.lower() in known or name.lower().split(".")[0] in known]
+    return [name for name in mine if not is_localhost(name)]
+
+
+def is_localhost(name):
+    """Whether a name means whoever asks; that of a host that was never given a name is one, localhost.localdomain."""
+    return name.lower().split(".")[0] in ("localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
 
 
 def edit(text, entries, hostname, kernel_name):
@@ -149,7 +155,7 @@ def edit(text, entries, hostname, kernel_name):
     for entry in entries:
         names = list(entry["names"])
         if entry is mine:
-            names += [name for name in moved if name not in others and name != "localhost"]
+            names += [name for name in moved if name not in others and not is_localhost(name)]
         lines.append(f"{entry['address']}\t{' '.join(dict.fromkeys(names))}")
     lines.append(END)
     new = (lines if entries else []) + kept
@@ -241,12 +247,13 @@ def main():
         },
         supports_check_mode=True,
     )
-    path, entries = module.params["path"], module.params["entries"]
+    # A link stays one: what it leads to is the file.
+    path, entries = os.path.realpath(module.params["path"]), module.params["entries"]
     wrong = check(entries)
     if wrong:
         module.fail_json(msg=f"entries: {wrong}")
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as handle:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as handle:
             old = handle.read()
     except FileNotFoundError:
         old = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"
@@ -257,7 +264,13 @@ def main():
         module.warn(f"{path} also holds '{line}', which contradicts the cluster's addresses; remove it")
     changed = new != old or not os.path.exists(path)
     if changed and not module.check_mode:
-        write(module, path, new)
+        try:
+            write(module, path, new)
+        except OSError as error:
+            module.fail_json(
+                msg=f"{path}: cannot be written ({error.strerror}) -> make the file and its folder writable for root;"
+                " where an image provides it read-only, put the nodes' addresses into that image"
+            )
     result = {"changed": changed, "conflicts": contradicting}
     if module._diff:
         result["diff"] = {"before_header": path, "after_header": path, "before": old, "after": new}

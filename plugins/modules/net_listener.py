@@ -18,6 +18,12 @@ description:
   - >-
     It only serves nodes that got its token from this module. Besides taking part in measurements there is nothing that
     it could be asked to do.
+  - >-
+    Connections of strangers do not keep nodes out: who does not show the token within 5 seconds has to go, and earlier
+    when there are many.
+  - >-
+    The process of another run is not replaced while nodes ask it. O(state=present) waits until it ends or nobody has
+    asked it for 20 seconds, which is so after a run that was interrupted, and fails after 30 seconds.
   - With O(state=present) a port that is in use is left to whoever has it.
 author:
   - The ironrack authors
@@ -46,6 +52,13 @@ options:
     description: How many further TCP ports to take from the kernel's range of ephemeral ports, 0 to 64.
     type: int
     default: 3
+  allowed:
+    description: >-
+      Addresses of the nodes that may ask. Others are told the name and have to go at once; so they stay out of
+      measurements, also with the token. Empty, all may. O(address) always may.
+    type: list
+    elements: str
+    default: []
   spare_units:
     description: >-
       Names or patterns of systemd units. While one of them is active or is being started, free ports of O(ports) are
@@ -80,6 +93,7 @@ EXAMPLES = r"""
     node: "{{ inventory_hostname }}"
     address: 10.77.1.11
     ports: [6379, 8000, 29501]
+    allowed: [10.77.1.12, 10.77.1.13]
     spare_units: ["ray-*.service", "vllm@*.service"]
   register: listener
 
@@ -151,12 +165,17 @@ import signal
 import socket
 import subprocess
 import time
+from collections import OrderedDict
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.ironrack.vllm.plugins.module_utils import net_wire
 
 BACKLOG = 4096
-GREETED_SECONDS = 5  # for a client to go again
+GREETED_SECONDS = 5  # for a client to go again, or to show that it belongs to the run
+UNKNOWN_MOST = 512  # connections from one address that did not show it; a node of the run needs a few dozen
+CONNECTIONS_MOST = 8192
+QUIET_SECONDS = 20  # after which nobody is taken to need a listener any more
+PATIENCE_SECONDS = 30  # for the listener of another run
 IDLE_SECONDS = 60
 MOST_STREAMS = 64
 MOST_SECONDS = 600
@@ -172,7 +191,7 @@ class ListenerError(Exception):
 class Listener:
     """Serves until it is told to end. One event loop; threads only where bandwidth is measured."""
 
-    def __init__(self, node, token, tcp, control, udp, *, iperf3=None):
+    def __init__(self, node, token, tcp, control, udp, *, iperf3=None, allowed=(), spoken=None):
         self.node = node
         self.token = token
         self.identity = net_wire.identity(token)
@@ -180,13 +199,19 @@ class Listener:
         self.control = control
         self.udp = udp
         self.iperf3 = iperf3
+        self.allowed = frozenset(allowed)
+        self.spoken = spoken or (lambda: None)  # told each second in which nodes of the run asked something
+        self.asked = False
+        self.unknown = {}  # address -> its connections that did not show the token, the oldest first
         self.holder = None  # (who, key) of the one bandwidth test at a time
         self.tasks = set()
         self.pool = concurrent.futures.ThreadPoolExecutor(MOST_STREAMS)
 
     async def run(self, seconds):
         self.loop = asyncio.get_running_loop()
+        self.most = min(CONNECTIONS_MOST, max(64, net_wire.open_files() // 2))
         self.loop.add_reader(self.udp, self.echo)
+        self.start(self.tell())
         for sock in self.tcp:
             self.start(self.accept(sock, self.greet))
         self.start(self.accept(self.control, self.converse))
@@ -196,13 +221,22 @@ class Listener:
         task = self.loop.create_task(work)
         self.tasks.add(task)  # the loop itself keeps no reference
         task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def tell(self):
+        while True:
+            if self.asked or self.holder:
+                self.asked = False
+                self.spoken()
+            await asyncio.sleep(1)
 
     def echo(self):
         with contextlib.suppress(OSError):
             while True:
                 data, to, _, sender = self.udp.recvmsg(65535, 64)
                 # Only to members: two echo services must not talk to each other for ever.
-                if data.startswith(net_wire.MAGIC + self.token.encode()):
+                if data.startswith(net_wire.MAGIC + self.token.encode()) and self.lets_in(sender[0]):
+                    self.asked = True
                     with contextlib.suppress(OSError):
                         self.udp.sendmsg([data], net_wire.answer_from(to), 0, sender)
 
@@ -210,25 +244,54 @@ class Listener:
         port = server.getsockname()[1]
         while True:
             try:
-                sock, _ = await self.loop.sock_accept(server)
-            except OSError:  # too many open files: the others go again soon
-                await asyncio.sleep(0.1)
+                sock, sender = await self.loop.sock_accept(server)
+            except OSError:  # too many open files: the oldest of those that may go has to
+                self.make_room()
+                await asyncio.sleep(0.01)
                 continue
-            self.start(self.guarded(serve, sock, port))
+            net_wire.reset_on_close(sock)
+            task = self.start(self.guarded(serve, sock, port, sender[0]))
+            there = self.unknown.setdefault(sender[0], OrderedDict())
+            there[task] = None
+            task.add_done_callback(lambda done, address=sender[0]: self.known(done, address))
+            if len(there) > UNKNOWN_MOST:
+                self.dismiss(sender[0])
+            elif len(self.tasks) > self.most:
+                self.make_room()
 
-    async def guarded(self, serve, sock, port):
+    def known(self, task, address):
+        """No longer one of those that may be sent away."""
+        there = self.unknown.get(address, {})
+        there.pop(task, None)
+        if not there:
+            self.unknown.pop(address, None)
+
+    def dismiss(self, address):
+        """End the oldest connection from an address, so that the newest one is answered."""
+        task = next(iter(self.unknown[address]))
+        self.known(task, address)
+        task.cancel()
+
+    def make_room(self):
+        if self.unknown:
+            self.dismiss(max(self.unknown, key=lambda address: len(self.unknown[address])))
+
+    def lets_in(self, address):
+        return not self.allowed or ipaddress.ip_address(address.partition("%")[0]) in self.allowed
+
+    async def guarded(self, serve, sock, port, address):
         with contextlib.suppress(OSError, asyncio.TimeoutError), sock:
             sock.setblocking(False)
-            net_wire.reset_on_close(sock)
             await self.loop.sock_sendall(sock, net_wire.line(node=self.node, id=self.identity, port=port))
-            await serve(sock)
+            if self.lets_in(address):
+                await serve(sock, address)
 
-    async def greet(self, sock):
+    async def greet(self, sock, _):
         await asyncio.wait_for(self.loop.sock_recv(sock, 1), GREETED_SECONDS)
 
-    async def converse(self, sock):
+    async def converse(self, sock, address):
         held = None
-        patience = IDLE_SECONDS
+        patience = GREETED_SECONDS
         children = []
         buffer = b""
         try:
@@ -244,6 +307,9 @@ class Listener:
                     operation = question.get("op")
                     if question.get("token") != self.token:
                         return
+                    self.asked = True
+                    self.known(asyncio.current_task(), address)
+                    patience = max(patience, IDLE_SECONDS)
                     if operation == "clock":
                         answer = {"t1": received, "t2": time.time()}
                     elif operation == "acquire":
@@ -412,6 +478,29 @@ def store(path, record):
     os.replace(path + ".new", path)
 
 
+def touch(path):
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def who():
+    """Who started it, as far as the system tells."""
+    name = os.environ.get("SUDO_USER") or os.environ.get("USER") or f"user {os.getuid()}"
+    client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    return f"{name} from {client}" if client else name
+
+
+def needed(path):
+    """The record of a process that nodes of its run still ask; none where it may be replaced."""
+    record = load(path)
+    if alive(record):
+        with contextlib.suppress(FileNotFoundError):  # it ended just now
+            # A clock that was set back makes a time in the future, which tells nothing.
+            if 0 <= time.time() - os.stat(path).st_mtime < QUIET_SECONDS:
+                return record
+    return None
+
+
 def alive(record):
     pid = record.get("pid")
     return isinstance(pid, int) and pid > 1 and start_time(pid) == record.get("start") is not None
@@ -541,14 +630,41 @@ def check(options):
     for port in options["ports"]:
         if not 0 < port < 65536:
             raise ListenerError(f"ports = {port}: is no TCP port -> give numbers from 1 to 65535")
+    for entry in options["allowed"]:
+        try:
+            ipaddress.ip_address(entry)
+        except ValueError:
+            raise ListenerError(
+                f"allowed = {entry!r}: is no IPv4 or IPv6 address -> give the cluster addresses of the nodes"
+            ) from None
     for name, low, high in (("random", 0, 64), ("lifetime", 1, 3600)):
         if not low <= options[name] <= high:
             raise ListenerError(f"{name} = {options[name]}: is out of range -> give a number from {low} to {high}")
     return socket.AF_INET if version == 4 else socket.AF_INET6
 
 
-def present(options, iperf3):
+def wait(path, lock):
+    """Until the listener of another run is not needed any more. Meanwhile that run may end it."""
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        record = needed(path)
+        if record is None:
+            return
+        if time.monotonic() > limit:
+            now = time.time()
+            raise ListenerError(
+                f"path = {path}: another run, of {record.get('who')}, is testing the network since"
+                f" {now - record.get('since', now):.0f} s -> run it again when that has ended, at the latest in"
+                f" {max(0, record.get('until', now) - now):.0f} s"
+            )
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        time.sleep(0.2)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def present(options, iperf3, lock):
     family = check(options)
+    wait(options["path"], lock)
     ended = end(options["path"])
     tcp, found = take(
         family, options["address"], options["ports"], options["random"], units_active(options["spare_units"])
@@ -558,7 +674,18 @@ def present(options, iperf3):
     token = secrets.token_hex(16)
     record = {"node": options["node"], "address": options["address"], "control": port, "token": token}
     described = dict(found, udp=port, iperf3=bool(iperf3), **record)
-    listener = Listener(options["node"], token, tcp, control, udp, iperf3=iperf3)
+    record.update(who=who(), since=int(time.time()), until=int(time.time()) + options["lifetime"])
+    allowed = [ipaddress.ip_address(entry) for entry in [*options["allowed"], options["address"]]]
+    listener = Listener(
+        options["node"],
+        token,
+        tcp,
+        control,
+        udp,
+        iperf3=iperf3,
+        allowed=allowed if options["allowed"] else (),
+        spoken=lambda: touch(options["path"]),
+    )
     own_unit(daemonize(listener, options["lifetime"], options["path"], record))
     return described, ended
 
@@ -571,6 +698,7 @@ def main():
             "address": {"type": "str", "default": ""},
             "ports": {"type": "list", "elements": "int", "default": []},
             "random": {"type": "int", "default": 3},
+            "allowed": {"type": "list", "elements": "str", "default": []},
             "spare_units": {"type": "list", "elements": "str", "default": []},
             "lifetime": {"type": "int", "default": 300},
             "path": {"type": "path", "default": net_wire.DEFAULT_PATH},
@@ -583,7 +711,7 @@ def main():
         with open(options["path"] + ".lock", "w", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if options["state"] == "present":
-                described, ended = present(options, module.get_bin_path("iperf3"))
+                described, ended = present(options, module.get_bin_path("iperf3"), lock)
             else:
                 described, ended = None, end(options["path"])
     except ListenerError as error:

@@ -205,7 +205,6 @@ import ipaddress
 import json
 import os
 import random
-import resource
 import secrets
 import select
 import socket
@@ -647,9 +646,13 @@ class Peer:
                 try:
                     greeting = await asyncio.wait_for(self.line(sock), left)
                     entry["answered_by"] = self.who(greeting)
+                    if entry["answered_by"] is None:
+                        entry["error"] = "connected, but no listener answered: something else did"
+                    elif kind == "control" and entry["answered_by"] == self.name:
+                        await asyncio.wait_for(self.belong(sock), left)
                 except FAILURES as error:
                     entry["error"] = f"connected, but no listener answered: {kind_of(error)}"
-            if kind == "control" and entry["answered_by"] == self.name:
+            if kind == "control" and entry["answered_by"] == self.name and not entry["error"]:
                 self.control = sock
             else:
                 sock.close()
@@ -673,6 +676,11 @@ class Peer:
                 raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             data += piece
         return net_wire.parse(data)
+
+    async def belong(self, sock):
+        """Show the token at once: the listener soon ends a conversation in which nobody does."""
+        await self.loop.sock_sendall(sock, net_wire.line(token=self.listener["token"], op="clock"))
+        await self.line(sock)
 
     def who(self, greeting):
         node = greeting.get("node")
@@ -767,7 +775,7 @@ class Prober:
 
     async def run(self):
         self.loop = asyncio.get_running_loop()
-        self.limit = asyncio.Semaphore(max(32, open_files() - 64 - 2 * len(self.options["peers"])))
+        self.limit = asyncio.Semaphore(max(32, net_wire.open_files() - 64 - 2 * len(self.options["peers"])))
         self.clocks = asyncio.Semaphore(CLOCKS_TOGETHER)
         if self.options["mtu"]:
             with contextlib.suppress(OSError):
@@ -791,15 +799,6 @@ class Prober:
             for echo in self.echoes:
                 echo.close()
         return {peer.name: peer.found for peer in peers}
-
-
-def open_files():
-    """How many there may be, as many as the system lets us."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # --- bandwidth -------------------------------------------------------------------------------------------------------

@@ -45,6 +45,10 @@ options:
     description: Set by the action plugin; kernel settings that go with the rules.
     type: dict
     default: {}
+  guard:
+    description: Set by the action plugin; who makes the change (C(by)), or which change is confirmed (C(token)).
+    type: dict
+    default: {}
   step:
     description: Set by the action plugin; the part of its work that is done by this call.
     type: str
@@ -81,6 +85,7 @@ notes:
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
 
@@ -121,6 +126,8 @@ ExecReload={nft} -f {rules}
 [Install]
 WantedBy=sysinit.target
 """
+# Parts of a rule that do not ask what the packet is. What iptables alone knows is told by its name.
+WITHOUT_CONDITION = {"counter", "log", "accept", "drop", "reject", "return", "jump", "goto", "xt"}
 # A failure of ours must not stop theirs, which would remove every table once more.
 DROP_IN_TEXT = """\
 # Managed by ironrack: the start and the reload of nftables begin with the removal of every table.
@@ -152,7 +159,8 @@ class Node:
         self.legacy = os.path.join(root, "proc/net/ip_tables_names")
         self.proc_sys = os.path.join(root, "proc/sys")
         self.systemd = os.path.isdir(os.path.join(root, "run/systemd/system"))
-        self.guard = Guard("firewall", module.params["seconds"], os.path.join(root, "run/ironrack/guard"))
+        folder, by = os.path.join(root, "run/ironrack/guard"), module.params["guard"].get("by", "")
+        self.guard = Guard("firewall", module.params["seconds"], folder, by)
 
     def setting(self, name):
         """The file of a kernel setting."""
@@ -180,20 +188,29 @@ class Node:
         code, out, _ = self.run(self.nft, "--stateless", "list", "table", *TABLE)
         return out if code == 0 else ""
 
-    def chains(self):
-        """Base chains of everybody, and the names of all tables."""
-        code, out, error = self.run(self.nft, "--json", "list", "chains")
+    def present(self):
+        """Addresses that the table in force lets in since somebody was connected from there."""
+        found = re.findall(r"set present_[46] \{[^}]*elements = \{([^}]*)\}", self.table())
+        return sorted(word.strip() for part in found for word in part.split(",") if word.strip())
+
+    def others(self):
+        """Chains of everybody else, and their rules: {(family, table, chain): [expressions]}."""
+        code, out, error = self.run(self.nft, "--json", "--stateless", "list", "ruleset")
         if code:
             raise RulesetError(
-                f"nft list chains: {error}. This kernel has no nf_tables, or it may not be used here: load the module"
+                f"nft list ruleset: {error}. This kernel has no nf_tables, or it may not be used here: load the module"
                 " nf_tables, or set firewall_mode: off"
             )
-        found = [item["chain"] for item in json.loads(out)["nftables"] if "chain" in item]
-        return [chain for chain in found if (chain["family"], chain["table"]) != TABLE]
+        items = json.loads(out)["nftables"]
+        found = [item["chain"] for item in items if "chain" in item]
+        rules = {}
+        for rule in (item["rule"] for item in items if "rule" in item):
+            rules.setdefault((rule["family"], rule["table"], rule["chain"]), []).append(rule.get("expr") or [])
+        return [chain for chain in found if (chain["family"], chain["table"]) != TABLE], rules
 
     def foreign(self):
         """Firewalls of others that may drop what this one lets in, and what else is worth a word."""
-        chains = self.chains()
+        chains, rules = self.others()
         others, notes = [], []
         if "ENABLED=yes" in read(self.ufw).replace(" ", ""):
             others.append("ufw is enabled (ufw disable switches it off)")
@@ -205,7 +222,8 @@ class Node:
                     f"chain {chain['name']} of the table {chain['family']} {chain['table']} drops incoming packets"
                     f" (nft delete table {chain['family']} {chain['table']} removes it)"
                     for chain in chains
-                    if chain.get("hook") == "input" and chain.get("policy") == "drop"
+                    if chain.get("hook") in ("input", "prerouting", "ingress")
+                    and end_of(chain, rules, chain.get("policy")) == "drop"
                 }
             )
         if any(chain["name"].startswith("DOCKER") for chain in chains):
@@ -220,6 +238,28 @@ class Node:
                 " (iptables-legacy -S shows them)"
             )
         return others, notes
+
+
+def end_of(chain, rules, policy, seen=()):
+    """What becomes of a packet that no condition of a chain fits: "accept", "drop", or `policy` where nothing says."""
+    own = (chain["family"], chain["table"], chain["name"])
+    for expressions in rules.get(own, []) if own not in seen else []:
+        kinds = {kind: value for expression in expressions for kind, value in expression.items()}
+        if not set(kinds) <= WITHOUT_CONDITION:
+            continue
+        target = (kinds.get("xt") or {}).get("name")
+        if "drop" in kinds or "reject" in kinds or target in ("DROP", "REJECT"):
+            return "drop"
+        if "accept" in kinds:
+            return "accept"
+        if "return" in kinds:
+            break
+        for way in ("jump", "goto"):
+            if way in kinds:
+                there = end_of({**chain, "name": kinds[way]["target"]}, rules, None, (*seen, own))
+                if there or way == "goto":
+                    return there or policy
+    return policy
 
 
 def read(path):
@@ -409,9 +449,9 @@ def check_kernel(ruleset):
 def apply(module, node):
     ruleset = Ruleset(node, module.params["ruleset"], module.params["kernel"])
     result = {"changed": False, "notes": []}
-    if node.guard.state() == "armed" and not module.check_mode:
+    if not module.check_mode:
         # A run that was interrupted: its rules were never confirmed.
-        node.guard.revert()
+        node.guard.clear()
     before = read(node.rules)
     if not ruleset.text:
         result["changed"] = ruleset.table_differs() or ruleset.rest_differs()
@@ -437,7 +477,7 @@ def apply(module, node):
         if result["changed"] and not module.check_mode:
             if table:
                 ruleset.arm_and_load()
-                result["guard"] = {"name": node.guard.name, "seconds": node.guard.seconds}
+                result["guard"] = node.guard.told()
             else:
                 ruleset.keep()
     if module._diff and result["changed"]:
@@ -460,6 +500,7 @@ def main():
             "seconds": {"type": "int", "default": 60},
             "ruleset": {"type": "str", "default": ""},
             "kernel": {"type": "dict", "default": {}},
+            "guard": {"type": "dict", "default": {}},
             "step": {"type": "str", "choices": ["apply", "confirm", "status"], "default": "apply"},
         },
         supports_check_mode=True,
@@ -467,11 +508,13 @@ def main():
     node = Node(module, ROOT)
     try:
         if module.params["step"] == "status":
-            result = {"changed": False, "state": node.guard.state()}
+            state = node.guard.state(module.params["guard"].get("token"))
+            result = {"changed": False, "state": state, "present": node.present() if node.nft else []}
         elif module.params["step"] == "confirm":
-            confirmed = node.guard.confirm()
-            if confirmed:
-                Ruleset(node, module.params["ruleset"], module.params["kernel"]).keep()
+            with node.guard.locked():
+                confirmed = node.guard.confirm(module.params["guard"].get("token"))
+                if confirmed:
+                    Ruleset(node, module.params["ruleset"], module.params["kernel"]).keep()
             result = {"changed": confirmed, "confirmed": confirmed}
         else:
             result = apply(module, node)

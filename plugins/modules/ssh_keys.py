@@ -76,6 +76,10 @@ options:
   peers:
     description: Set by the action plugin; what the node is told of the others.
     type: dict
+  guard:
+    description: Set by the action plugin; who makes the change (C(by)), or which change is confirmed (C(token)).
+    type: dict
+    default: {}
   step:
     description: Set by the action plugin; the part of its work that is done by this call.
     type: str
@@ -129,7 +133,7 @@ import re
 import subprocess
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.ironrack.vllm.plugins.module_utils.guard import Guard, GuardError
+from ansible_collections.ironrack.vllm.plugins.module_utils.guard import LASTING, UNITS, Guard, GuardError
 
 ROOT = "/"
 OWN = "ssh_authorized_keys"
@@ -144,10 +148,16 @@ class KeysError(Exception):
 
 def read(path):
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as handle:
+        # Without `newline` Python would write the lines of others anew where they end in another way.
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as handle:
             return handle.read()
     except FileNotFoundError:
         return ""
+
+
+def lines_of(text):
+    """Lines as sshd sees them: splitlines() would cut at a form feed or U+2028 too."""
+    return text[: -1 if text.endswith("\n") else None].split("\n") if text else []
 
 
 def write(path, text, mode):
@@ -176,7 +186,7 @@ def block(text, name, lines):
     begin, end = f"# BEGIN ironrack: {name}", f"# END ironrack: {name}"
     new = [begin, *lines, end] if lines else []
     result, inside, placed = [], False, False
-    for line in text.splitlines():
+    for line in lines_of(text):
         if line == begin:
             inside = True
             result += [] if placed else new
@@ -193,7 +203,7 @@ def block(text, name, lines):
 def inside_blocks(text):
     """The lines that are ours, by the name of their block."""
     found, name = {}, None
-    for line in text.splitlines():
+    for line in lines_of(text):
         if line.startswith("# BEGIN ironrack: "):
             name = line[len("# BEGIN ironrack: ") :]
         elif line.startswith("# END ironrack: "):
@@ -213,7 +223,7 @@ def blob(line):
 
 
 def blobs(text):
-    return {blob(line) for line in text.splitlines() if not line.lstrip().startswith("#")} - {""}
+    return {blob(line) for line in lines_of(text) if not line.lstrip().startswith("#")} - {""}
 
 
 def authorized(text, wanted, exclusive):
@@ -294,7 +304,9 @@ class Node:
 
     def __init__(self, module, root):
         self.root = root
-        self.guard = Guard("keys", module.params["seconds"], os.path.join(root, "run/ironrack/guard"))
+        units = os.path.join(root, UNITS) if os.path.isdir(os.path.join(root, "run/systemd/system")) else None
+        folder, by = os.path.join(root, LASTING), module.params["guard"].get("by", "")
+        self.guard = Guard("keys", module.params["seconds"], folder, by, units)
         self.client = os.path.join(root, "etc/ssh/ssh_config.d/10-ironrack.conf")
         self.known_hosts = os.path.join(root, "etc/ssh/ssh_known_hosts")
 
@@ -410,9 +422,9 @@ def plan_between(node, changes, wanted):
 def apply(module, node):
     parameters = module.params
     changes = Changes()
-    if node.guard.state() == "armed" and not module.check_mode:
+    if not module.check_mode:
         # A run that was interrupted: its keys were never confirmed.
-        node.guard.revert()
+        node.guard.clear()
     plan_between(node, changes, parameters["between"])
     account = node.account(parameters["user"])
     if account.entry is None:
@@ -431,7 +443,7 @@ def apply(module, node):
     if not module.check_mode:
         if taken:
             node.guard.arm(files=[account.file])
-            result["guard"] = {"name": node.guard.name, "seconds": node.guard.seconds}
+            result["guard"] = node.guard.told()
         try:
             changes.make()
         except (KeysError, OSError):
@@ -477,6 +489,7 @@ def main():
             "seconds": {"type": "int", "default": 60},
             "user": {"type": "str", "default": ""},
             "peers": {"type": "dict"},
+            "guard": {"type": "dict", "default": {}},
             "step": {"type": "str", "choices": ["apply", "peers", "confirm", "status"], "default": "apply"},
         },
         supports_check_mode=True,
@@ -484,9 +497,9 @@ def main():
     node = Node(module, ROOT)
     try:
         if module.params["step"] == "status":
-            result = {"changed": False, "state": node.guard.state()}
+            result = {"changed": False, "state": node.guard.state(module.params["guard"].get("token"))}
         elif module.params["step"] == "confirm":
-            confirmed = node.guard.confirm()
+            confirmed = node.guard.confirm(module.params["guard"].get("token"))
             result = {"changed": confirmed, "confirmed": confirmed}
         elif module.params["step"] == "peers":
             result = tell(module, node)

@@ -36,6 +36,10 @@ options:
     description: Set by the action plugin; user and addresses of the present connection.
     type: dict
     default: {}
+  guard:
+    description: Set by the action plugin; who makes the change (C(by)), or which change is confirmed (C(token)).
+    type: dict
+    default: {}
   step:
     description: Set by the action plugin; the part of its work that is done by this call.
     type: str
@@ -74,7 +78,7 @@ import subprocess
 import tempfile
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.ironrack.vllm.plugins.module_utils.guard import Guard, GuardError
+from ansible_collections.ironrack.vllm.plugins.module_utils.guard import LASTING, UNITS, Guard, GuardError
 
 ROOT = "/"
 UNIT = "ssh.service"
@@ -140,7 +144,9 @@ class Node:
         self.runtime = os.path.join(root, "run/sshd")
         self.pid_file = os.path.join(root, "run/sshd.pid")
         self.systemd = os.path.isdir(os.path.join(root, "run/systemd/system"))
-        self.guard = Guard("sshd", module.params["seconds"], os.path.join(root, "run/ironrack/guard"))
+        units = os.path.join(root, UNITS) if self.systemd else None
+        folder, by = os.path.join(root, LASTING), module.params["guard"].get("by", "")
+        self.guard = Guard("sshd", module.params["seconds"], folder, by, units)
 
     def run(self, *command):
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
@@ -243,9 +249,9 @@ def try_text(node, text):
 def apply(module, node):
     text = module.params["text"]
     result = {"changed": False, "notes": []}
-    if node.guard.state() == "armed" and not module.check_mode:
+    if not module.check_mode:
         # A run that was interrupted: its settings were never confirmed.
-        node.guard.revert()
+        node.guard.clear()
     before = read(node.dropin)
     if not node.sshd:
         if text:
@@ -271,7 +277,7 @@ def apply(module, node):
         except (SshdError, OSError):
             node.guard.revert()
             raise
-        result["guard"] = {"name": node.guard.name, "seconds": node.guard.seconds}
+        result["guard"] = node.guard.told()
     elif text and not result["changed"] and not silent:
         node.overridden(text)
     if text and not silent and not (result["changed"] and module.check_mode):
@@ -288,6 +294,7 @@ def main():
             "seconds": {"type": "int", "default": 60},
             "text": {"type": "str", "default": ""},
             "connection": {"type": "dict", "default": {}},
+            "guard": {"type": "dict", "default": {}},
             "step": {"type": "str", "choices": ["apply", "confirm", "status"], "default": "apply"},
         },
         supports_check_mode=True,
@@ -295,9 +302,9 @@ def main():
     node = Node(module, ROOT)
     try:
         if module.params["step"] == "status":
-            result = {"changed": False, "state": node.guard.state()}
+            result = {"changed": False, "state": node.guard.state(module.params["guard"].get("token"))}
         elif module.params["step"] == "confirm":
-            confirmed = node.guard.confirm()
+            confirmed = node.guard.confirm(module.params["guard"].get("token"))
             result = {"changed": confirmed, "confirmed": confirmed}
         else:
             result = apply(module, node)

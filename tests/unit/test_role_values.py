@@ -78,9 +78,11 @@ def has_typed(option: Mapping[str, Any]) -> bool:
 def test_text_counts_as_what_it_says(name: str) -> None:
     options = _role_options()
     values = [True, False] if isinstance(ALL[name].get("default"), bool) else [native(ALL[name])]
+    # What no value of the variable is right without.
+    beside = {"ssh_authorized_keys": ["x"]} if name == "ssh_authorized_keys_exclusive" else {}
     for value in values:
         given, text = (
-            validate.validate({"n1": {name: each}}, options, extra=[name]) for each in (value, as_text(value))
+            validate.validate({"n1": {name: each, **beside}}, options, extra=[name]) for each in (value, as_text(value))
         )
         assert given.problems == text.problems == []
         assert given.values == text.values
@@ -249,12 +251,12 @@ def problems() -> Callable[[dict[str, Any]], list[validate.Problem]]:
         for number in (1, 2)
     }
 
-    def check(changes: dict[str, Any]) -> list[validate.Problem]:
+    def check(changes: dict[str, Any], groups: dict[str, list[str]] | None = None) -> list[validate.Problem]:
         values = {host: {**own, **changes} for host, own in hosts.items()}
         checked = validate.validate(values, options, extra=changes)
         _, found = cluster.build(
             checked.values,
-            {"vllm_nodes": list(hosts)},
+            {"vllm_nodes": list(hosts), **(groups or {})},
             lambda variable, model: model_files.find_config(variable, model, None),
         )
         return [*checked.problems, *found]
@@ -337,6 +339,23 @@ WRONG: list[tuple[str, Any, str]] = [
     ("ssh_authorized_keys", ["AAAA"], "one line of a .pub file"),
     ("ssh_between_nodes_user", "root", "and not root"),
     ("ssh_host_key_fingerprint", "MD5:12", "write SHA256: and 43 characters"),
+    ("ssh_authorized_keys_exclusive", True, "list the keys"),
+    ("ssh_accept_changed_host_keys", ["n9"], "name hosts as the inventory does"),
+    *[
+        ("ssh_known_hosts_file", value, "absolute path of a file")
+        for value in ("", "/", "5", 5, "/dev/null", "known_hosts", "/x/", "/x/..", "/x/node_keys", "/x\0y")
+    ],
+    *[("base_packages", [name], "one name an entry") for name in ("a b", "--allow-downgrades", "", "-x", "A")],
+    ("base_time_servers", ["a b"], "without options"),
+    ("base_time_servers", ["10.0.0.300"], "correct it"),
+    ("base_time_servers", ["127.0.0.1"], "leave it out here"),
+    ("base_time_servers", '["x"]', "-e '{\"base_time_servers\": [...]}'"),
+    ("base_time_serve", ["10.0.0.1/8"], "write 10.0.0.0/8"),
+    ("base_time_serve", ["all"], "write it as"),
+    ("base_time_serve", '["10.0.0.0/8"]', "-e '{\"base_time_serve\": [...]}'"),
+    ("fabric_environment", {"NCCL_DEBUG": "a\0b"}, "remove it"),
+    ("fabric_environment", {"NCCL_DEBUG": "a\rb"}, "remove it"),
+    ("ssh_settings", {"PermitRootLogin": "maybe"}, "choose yes, no, prohibit-password"),
     ("ssh_settings", {"PermitRotLogin": "no"}, "did you mean PermitRootLogin?"),
     ("base_time_serve", "perhaps", "true or false or a list"),
     *[(name, None, "for example") for name in TYPED],
@@ -354,6 +373,48 @@ def test_wrong_values_are_refused_with_the_inventory(
         assert problem.variable.startswith(name)
         assert remedy in problem.remedy
         assert problem.value
+
+
+STRICT = {"firewall_mode": "strict_ports"}
+
+
+@pytest.mark.parametrize(
+    ("values", "variable", "where"),
+    [
+        ({**STRICT, "base_sysctl": {"net.ipv4.ip_local_port_range": "1024 65535"}}, "base_sysctl", ["gpu1", "gpu2"]),
+        ({**STRICT, "base_sysctl": {"net/ipv4/ip_local_reserved_ports": 80}}, "base_sysctl", ["gpu1", "gpu2"]),
+        ({"base_time_servers": ["gpu1"], "base_time_serve": True}, "base_time_servers", ["gpu1"]),
+        ({"base_time_servers": ["10.20.1.12"], "base_time_serve": True}, "base_time_servers", ["gpu2"]),
+        ({"base_time_servers": ["gpu1"], "base_time_serve": False}, "base_time_servers", ["gpu1", "gpu2"]),
+        (STRICT, "cluster_address", ["lb"]),
+    ],
+)
+def test_variables_that_do_not_fit_are_refused_with_the_inventory(
+    problems: Callable[..., list[validate.Problem]], values: dict[str, Any], variable: str, where: list[str]
+) -> None:
+    found = problems(values, {"gateway": ["lb"]} if variable == "cluster_address" else {})
+    assert [item.host for item in found] == where
+    for item in found:
+        assert item.variable.partition(".")[0] == variable
+        assert item.remedy
+
+
+def test_what_fits_is_accepted(problems: Callable[..., list[validate.Problem]]) -> None:
+    assert problems({"base_sysctl": {"net.ipv4.ip_local_port_range": "32768 60999"}}) == []
+    assert problems({"base_time_servers": ["time.example.org", "10.0.0.5", "fd00::5"], "base_time_serve": []}) == []
+    assert problems({"base_time_serve": "true", **STRICT}, {"gateway": ["gpu1"]}) == []
+    assert problems({}, {"gateway": ["lb"]}) == [], "nothing is filtered"
+    assert problems({"base_packages": ["libnuma1", "g++", "numactl=2.0.16-1", "libc6:amd64", "chrony>=4"]}) == []
+    for path in ("/etc/ironrack/known_hosts", "~/.ssh/known_hosts", "/known_hosts", "/development/x y"):
+        assert problems({"ssh_known_hosts_file": path}) == []
+    assert problems({"ssh_accept_changed_host_keys": ["gpu2"]}) == []
+
+
+def test_a_host_of_the_plan_has_a_name_that_can_be_looked_up(
+    problems: Callable[..., list[validate.Problem]],
+) -> None:
+    (found,) = problems({}, {"gateway": ["l b"]})
+    assert (found.host, found.variable) == ("l b", "inventory_hostname")
 
 
 def test_a_secret_is_not_shown(problems: Callable[[dict[str, Any]], list[validate.Problem]]) -> None:

@@ -138,6 +138,10 @@ def _check_extra(name: str, value: Any) -> list[str]:
         raise FabricError(variable, "(empty)", "empty is not the same as not set", f"leave {name} out")
     if isinstance(value, Mapping | list):
         raise FabricError(variable, shown, "is not a string", "write its value in quotes")
+    if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", str(value)):
+        raise FabricError(
+            variable, shown, "has a control character in it, which systemd refuses in a file", "remove it"
+        )
     if name in NOTES:
         return [f"{variable}: {NOTES[name]}"]
     if name not in KNOWN and name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_")):

@@ -126,6 +126,14 @@ def _check_serve(serve: Any, nodes: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+def check_offline(
+    servers: Any, serve: Any, host: str, nodes: Mapping[str, Any], serving: Mapping[str, Any]
+) -> list[str]:
+    """What shows without a look at the host. Whether anybody could ask a node that serves all is left to the plan."""
+    serve, serving = _meant(serve), {node: _meant(value) for node, value in serving.items()}
+    return _check_servers(servers, host, nodes, serving) + ([] if serve is True else _check_serve(serve, nodes))
+
+
 def check(
     found: Mapping[str, Any],
     host: str,

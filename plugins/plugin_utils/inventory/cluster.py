@@ -23,7 +23,7 @@ from ..planner.report import render_report
 from ..planner.serve_args import serve_args, versions
 from .contract import CONTRACT, SITE
 from .model_files import ConfigFile, check_model, draft_place, model_path
-from .validate import Problem, not_set, show
+from .validate import Problem, check_host_names, not_set, show
 
 # Variables of the role ray that the plan reads, with their defaults there: ports that Ray listens on.
 RAY_PORTS = {
@@ -509,12 +509,14 @@ class Builder:
                 shown = show(fault.value, fault.variable)
                 self.problems.append(Problem(host, fault.variable, shown, fault.message, fault.remedy))
 
-    def check_network(self) -> None:
-        """What one variable of the roles firewall and ssh shows by itself."""
+    def check_network(self, addresses: Mapping[str, str | None]) -> None:
+        """What variables of the roles base, firewall and ssh show without a look at the hosts."""
+        beside = [host for group in ("gateway", "observability") for host in self.groups.get(group, ())]
+        self.problems += check_host_names([*addresses, *beside])
         # Late: the ports of the firewall's matrix are those of Ray, above.
         from ..network import offline  # noqa: PLC0415
 
-        self.problems += offline.problems(self.values)
+        self.problems += offline.problems(self.values, addresses, self.groups if self.require_addresses else {})
 
     # Ports
 
@@ -662,7 +664,7 @@ class Builder:
         self.check_driver(planned, variant)
         worlds = [(engine.name, replica.nodes) for engine in planned for replica in engine.replicas]
         self.problems += fabrics.problems({host: self.values[host] for host in nodes}, worlds)
-        self.check_network()
+        self.check_network(addresses)
         ray_nodes = [head, *workers] if head else []
         self.check_ports(planned, ray_nodes)
         if self.problems:

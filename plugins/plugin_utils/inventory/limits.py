@@ -42,6 +42,12 @@ _FOLDER: Spec = {
     "remedy": "begin it with /, or with {{ inventory_dir }}",
 }
 _ON_NODES: Spec = {**_FOLDER, "pattern": r"/[^\0\n]+", "remedy": "give an absolute path on the nodes"}
+# As apt names it, with a version where one is wanted; not its options, nor several in one.
+_PACKAGE: Spec = {
+    "pattern": r"[a-z0-9][a-z0-9+.*-]*(:[a-z0-9-]+)?(>?=[A-Za-z0-9.+:~*-]+)?",
+    "problem": "is no name of a package",
+    "remedy": "give one name an entry, such as numactl or numactl=2.0.16-1",
+}
 _PACKAGE_LISTS: Spec = {"minimum": 0}
 
 
@@ -60,7 +66,7 @@ LIMITS: dict[str, Spec] = {
     "accept_observe_seconds": {"minimum": 0, "maximum": _YEAR},
     "accept_report_dir": _FOLDER,
     "base_cache_valid_time": _PACKAGE_LISTS,
-    "base_packages": _WORDS,
+    "base_packages": _PACKAGE,
     "base_sysctl": {
         "keys": "name of a kernel setting",
         "key_pattern": r"[A-Za-z0-9_-]+([./][A-Za-z0-9_:@-]+)+",
@@ -110,6 +116,7 @@ LIMITS: dict[str, Spec] = {
     "preflight_network_bandwidth_seconds": {"above": 0, "maximum": 60},
     "preflight_network_clock_seconds": {"above": 0},
     "preflight_network_min_bandwidth_fraction": {"above": 0, "maximum": 1},
+    "preflight_network_nccl_mib": {"minimum": 1, "maximum": 16384},
     "preflight_network_timeout": {"above": 0, "maximum": 60},
     "preflight_nvidia_smi": _PROGRAM,
     "preflight_report_dir": _FOLDER,
@@ -159,6 +166,12 @@ LIMITS: dict[str, Spec] = {
     },
     "ray_wait_timeout": _SECONDS,
     "ssh_confirm_seconds": _CONFIRM,
+    "ssh_known_hosts_file": {
+        # Beside it, the role keeps a file node_keys.
+        "pattern": r"(?!/(dev|proc|sys)/)~?/([^\0\n]*/)?(?!(\.{1,2}|node_keys)$)[^/\0\n]+",
+        "problem": "is no file that host keys could be kept in",
+        "remedy": "give the absolute path of a file on the controller, as in {{ inventory_dir }}/.ironrack/known_hosts",
+    },
     "vllm_canary_failures": _COUNT,
     "vllm_canary_interval": _SECONDS,
     "vllm_canary_timeout": _SECONDS,

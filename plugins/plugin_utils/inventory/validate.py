@@ -27,6 +27,11 @@ _CONTAINER_INTERFACE = re.compile(
     r"^(lo$|docker|br-|veth|virbr|cni|flannel|cali|podman|lxc|lxd|kube|tun|tap|dummy|weave|nodelocaldns)"
 )
 _INSTANCE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+# Other characters than these no tool gives to an interface, and in rules of a firewall they would mean something.
+_INTERFACE_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,15}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+# Names that every system gives to itself, or to groups of addresses.
+_RESERVED_NAME = re.compile(r"(localhost[46]?|broadcasthost|ip6-[a-z0-9-]+)(\..*)?", re.IGNORECASE)
 _ENVIRONMENT_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _ANY = r"(?s).*"
 _SHOWN = 120
@@ -190,6 +195,7 @@ def validate(
         values[host] = checked
     problems += _duplicate_addresses(values)
     problems += _without_lock(values, names or {})
+    problems += _without_keys(values, names or {})
     return Checked(list(dict.fromkeys(problems)), values)
 
 
@@ -207,9 +213,54 @@ def _without_lock(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, I
             )
 
 
+def _without_keys(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, Iterable[str]]) -> Iterator[Problem]:
+    """All keys of the user of Ansible removed, and none put there. A template of the list counts as given."""
+    for host, variables in values.items():
+        if not variables.get("ssh_authorized_keys_exclusive") or variables.get("ssh_authorized_keys"):
+            continue
+        if "ssh_authorized_keys" in variables or "ssh_authorized_keys" not in names.get(host, ()):
+            yield Problem(
+                host,
+                "ssh_authorized_keys_exclusive",
+                "true",
+                "every other key goes, and ssh_authorized_keys lists none: nobody could log in",
+                "list the keys that may log in, or leave it out",
+            )
+
+
 def is_foreign(name: str) -> bool:
     """Whether a name is none of this project's business."""
     return name in MAGIC or name.startswith(FOREIGN_PREFIXES)
+
+
+def check_host_names(hosts: Iterable[str]) -> Iterator[Problem]:
+    """Whether the inventory's names of hosts can stand in /etc/hosts and known_hosts, where the nodes look them up."""
+    seen: dict[str, str] = {}
+    for host in dict.fromkeys(hosts):
+        problem = ""
+        first = seen.setdefault(host.casefold(), host)
+        if first != host:
+            problem = f"differs from {first} only in case, and names of hosts are looked up without regard to it"
+        elif _RESERVED_NAME.fullmatch(host):
+            problem = "is a name by which every system means itself"
+        elif not _HOST_NAME.fullmatch(host) and not _is_address(host):
+            problem = "can't be the name of a host: it goes into /etc/hosts and known_hosts of every node"
+        if problem:
+            yield Problem(
+                host,
+                "inventory_hostname",
+                show(host),
+                problem,
+                "rename it in the inventory: letters, digits, dots, dashes and underscores, with a letter or digit"
+                " first and last (ansible_host may be anything)",
+            )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return "%" not in text and bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
@@ -241,9 +292,8 @@ def _check(value: Any, spec: Spec, path: str, found: list[Problem], hidden: bool
         value = meant[0] if len(meant) == 1 else value
     ok, coerced = _coerce(value, kind)
     if not ok:
-        found.append(
-            Problem("", path, show(value, path, hidden), f"is not {_ARTICLES.get(kind, kind)}", _example(spec))
-        )
+        remedy = _as_json(value, kind, path) or _example(spec)
+        found.append(Problem("", path, show(value, path, hidden), f"is not {_ARTICLES.get(kind, kind)}", remedy))
         return None
     choices = spec.get("choices")
     if choices and kind not in ("list",) and coerced not in choices:
@@ -305,7 +355,8 @@ def _check_any(value: Any, alternatives: list[Spec], path: str, found: list[Prob
             "/".join(map(str, item["choices"])) if "choices" in item else _ARTICLES[str(item["type"])]
             for item in alternatives
         )
-        found.append(Problem("", path, show(value, path, hidden), f"is not {forms}", f"give {forms}"))
+        json_remedy = next(filter(None, (_as_json(value, str(item["type"]), path) for item in alternatives)), "")
+        found.append(Problem("", path, show(value, path, hidden), f"is not {forms}", json_remedy or f"give {forms}"))
     else:
         found += trial
     return None
@@ -377,6 +428,15 @@ def _example(spec: Spec) -> str:
         return f"for example {json.dumps(spec['default'])}"
     text = _plain_markup(spec.get("description", ""))
     return f"give {_ARTICLES.get(str(spec.get('type', 'str')), 'a value')}" + (f": {text}" if text else "")
+
+
+def _as_json(value: Any, kind: str, path: str) -> str:
+    """The remedy for what `-e name='[...]'` makes of a list: a text that looks like one."""
+    shape = {"list": "[...]", "dict": "{...}"}.get(kind, "")
+    if not shape or not isinstance(value, str) or value.strip()[:1] != shape[0]:
+        return ""
+    name = re.split(r"[.\[]", path, maxsplit=1)[0]
+    return f"it came as a text: with -e, write -e '{{\"{name}\": {shape}}}'"
 
 
 def _coerce(value: Any, kind: str) -> tuple[bool, Any]:
@@ -476,9 +536,18 @@ def _check_address(host: str, value: Any) -> Iterator[Problem]:
             host, "cluster_address", show(value), "is not an IP address (names and networks are not taken)", remedy
         )
         return
+    mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
     kind = (
         "a loopback"
         if address.is_loopback
+        else "an IPv4 address inside an IPv6"
+        if mapped
+        else "a zoned"
+        if "%" in str(value) and not address.is_link_local
+        else "a broadcast"
+        if str(address) == "255.255.255.255"
+        else "a reserved"
+        if address.version == 4 and (address.is_reserved or (address.packed[0] == 0 and not address.is_unspecified))
         else "a multicast"
         if address.is_multicast
         else "an unspecified"
@@ -492,7 +561,15 @@ def _check_address(host: str, value: Any) -> Iterator[Problem]:
 
 
 def _check_interface(host: str, value: Any) -> Iterator[Problem]:
-    if isinstance(value, str) and _CONTAINER_INTERFACE.match(value):
+    if isinstance(value, str) and not _INTERFACE_NAME.fullmatch(value):
+        yield Problem(
+            host,
+            "cluster_interface",
+            show(value),
+            "is not the name of an interface",
+            "give one name of up to 15 letters, digits, dots, dashes and underscores (see `ip -br address`)",
+        )
+    elif isinstance(value, str) and _CONTAINER_INTERFACE.match(value):
         yield Problem(
             host,
             "cluster_interface",

@@ -15,11 +15,15 @@ from ..planner.plan import natural_key
 from .ports import EPHEMERAL, MATRIX, Row
 
 MODES = ("off", "trusted_cluster", "strict_ports")
+# The source of a rule that lets in whoever was connected when rules changed.
+PRESENT = "present"
 Ports = list[list[int]]
 
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _WORDS = {"yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False}
-_INTERFACE = re.compile(r"[A-Za-z0-9_.@-]{1,15}\*?")
+# A name, and no wildcard of nft's.
+_INTERFACE = re.compile(r"[A-Za-z0-9_.@-]{1,15}")
+_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 # Below this no kernel range may begin: the pinned ports of Ray and vLLM and those of the system live there.
 _LOWEST_EPHEMERAL = 32768
 _SMALLEST_RANGE = 4096
@@ -55,15 +59,33 @@ def _port_range(value: Any) -> list[int] | None:
 
 
 def _check_networks(variable: str, value: Any) -> list[str]:
+    if value is not None and not isinstance(value, (list, tuple)):
+        return [f"{variable} = {value}: is not a list -> write it as [10.20.0.0/16]"]
     problems = []
     for entry in value or []:
         try:
-            ipaddress.ip_network(str(entry))
+            # Of a zone, Python's versions think differently.
+            network = ipaddress.ip_network(str(entry).partition("%")[0])
         except ValueError as error:
             hint = "write it as 10.20.0.0/16, 203.0.113.7 or 2001:db8::/48"
             if "host bits" in str(error):
                 hint = f"write {ipaddress.ip_network(str(entry), strict=False)}, or a single address without /"
             problems.append(f"{variable} = {entry}: is not a network -> {hint}")
+            continue
+        if "%" in str(entry):
+            problems.append(
+                f"{variable} = {entry}: names a zone, which no firewall knows -> write {network.network_address}"
+            )
+        elif isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
+            length = network.prefixlen - 96
+            inside = ipaddress.ip_network((int(network.network_address) & 0xFFFFFFFF, length))
+            problems.append(
+                f"{variable} = {entry}: is an IPv4 network in IPv6, from which no packet comes -> write {inside}"
+            )
+        elif network.is_multicast:
+            problems.append(
+                f"{variable} = {entry}: is multicast, from which no packet comes -> write the network of the senders"
+            )
     return problems
 
 
@@ -121,6 +143,9 @@ def check(settings: Mapping[str, Any]) -> list[str]:
     if not isinstance(settings["time_serve"], bool):
         problems += _check_networks("base_time_serve", settings["time_serve"])
     for name in ("ssh_ports", "gateway_ports"):
+        if not isinstance(settings[name], (list, tuple)):
+            problems.append(f"firewall_{name} = {settings[name]}: is not a list -> write it as {DEFAULTS[name]}")
+            continue
         for port in settings[name]:
             found = _port_range(port)
             if found is None or found[0] != found[1]:
@@ -129,7 +154,12 @@ def check(settings: Mapping[str, Any]) -> list[str]:
         problems.append(
             "firewall_ssh_ports = []: nobody could administer the node -> list the ports of sshd, as in [22]"
         )
-    for name in settings["trusted_interfaces"]:
+    if settings["gateway_ports"] in ([], ()):
+        problems.append(
+            "firewall_gateway_ports = []: nobody could reach the endpoint -> list the ports of the gateway's proxy, as"
+            " in [443]; firewall_client_networks says who may reach them"
+        )
+    for name in settings["trusted_interfaces"] or []:
         if not _INTERFACE.fullmatch(str(name)):
             problems.append(f"firewall_trusted_interfaces = {name}: is not the name of an interface -> correct it")
     found = _port_range(settings["ephemeral_ports"])
@@ -166,6 +196,12 @@ class _Cluster:
         ray = plan.get("ray")
         self.ray_head = ray["head"] if ray else None
         self.ray = [ray["head"], *ray["workers"]] if ray else []
+        self._parts: dict[str, list[Mapping[str, Any]]] = {}
+        for name, instance in plan["instances"].items():
+            for replica in instance["replicas"]:
+                part = {**replica, "executor": instance["executor"], "instance": name}
+                for host in dict.fromkeys(member["node"] for member in replica["world"]):
+                    self._parts.setdefault(host, []).append(part)
 
     def of(self, hosts: Iterable[str]) -> list[str]:
         """The addresses of hosts that have one."""
@@ -183,15 +219,10 @@ class _Cluster:
 
     def parts(self, host: str) -> list[Mapping[str, Any]]:
         """Replicas that run on the host."""
-        return [
-            {**replica, "executor": instance["executor"], "instance": name}
-            for name, instance in self.plan["instances"].items()
-            for replica in instance["replicas"]
-            if any(member["node"] == host for member in replica["world"])
-        ]
+        return self._parts.get(host, [])
 
 
-def _rule(purpose: str, source: str, networks: Sequence[str], ports: Ports, **more: Any) -> dict[str, Any]:
+def _rule(purpose: str, source: str, networks: Sequence[str], ports: Ports | None, **more: Any) -> dict[str, Any]:
     return {
         "rows": more.get("rows", []),
         "purpose": purpose,
@@ -200,7 +231,7 @@ def _rule(purpose: str, source: str, networks: Sequence[str], ports: Ports, **mo
         "networks": list(dict.fromkeys(networks)),
         "interface": more.get("interface"),
         "protocol": more.get("protocol", "tcp"),
-        # No ports: all of them.
+        # None for all of them; an empty list lets nothing in.
         "ports": ports,
     }
 
@@ -251,7 +282,7 @@ def _between_nodes(
     if settings["mode"] == "trusted_cluster":
         rows = sorted({row.number for row in MATRIX if row.used and row.sources in ("engines", "ray")} - {14, 15})
         return [
-            _rule("everything between the nodes", "cluster", peers, [], rows=rows, interface=interface),
+            _rule("everything between the nodes", "cluster", peers, None, rows=rows, interface=interface),
             _rule("RoCEv2", "cluster", peers, [[4791, 4791]], rows=[14], interface=interface, protocol="udp"),
         ]
     rules = []
@@ -423,6 +454,10 @@ def rules(
             f"cluster_interface = (not set) ({host}): the firewall must know where the cluster's traffic comes in ->"
             f" set cluster_interface of {host}, or run playbooks/facts.yml first"
         )
+    if interface and not _INTERFACE.fullmatch(interface):
+        problems.append(
+            f"cluster_interface = {interface} ({host}): is not the name of an interface -> correct it, as in eth1"
+        )
     if problems:
         raise FirewallError("\n".join(problems))
     found = [
@@ -436,7 +471,14 @@ def rules(
         purpose, extra_ports = str(entry.get("purpose") or f"firewall_extra[{number}]"), map(_range, entry["ports"])
         more = {"interface": entry.get("interface"), "protocol": entry.get("protocol", "tcp")}
         found.append(_rule(purpose, f"extra{number}", list(map(str, entry["from"])), list(extra_ports), **more))
+    found = [rule for rule in found if rule["ports"] != []]
     warnings = []
+    if not settings["admin_networks"]:
+        warnings.append(
+            f"firewall_admin_networks is empty: by SSH, {host} lets in only the addresses that this firewall was"
+            " switched on and changed from, and nobody else; list the networks of your administrators, as in"
+            " [10.20.0.0/16]"
+        )
     if not settings["client_networks"] and any(rule["source"] == "clients" for rule in found):
         what = "the gateway" if host in cluster.gateway else "the endpoint"
         warnings.append(f"firewall_client_networks is empty: nobody outside of the cluster reaches {what} on {host}")
@@ -453,29 +495,56 @@ def rules(
     }
 
 
-def admit(found: Mapping[str, Any], connection: str) -> dict[str, Any]:
-    """The rules with whoever is connected now among the admins, so that applying them locks nobody out.
+def admit(found: Mapping[str, Any], connection: str, before: Sequence[str] = ()) -> dict[str, Any]:
+    """The rules with whoever is connected now let in by SSH, so that applying them locks nobody out.
 
     `connection` is what sshd says of the connection (SSH_CONNECTION: client, its port, server, its port), or nothing
-    where the connection is not one of SSH.
+    where the connection is not one of SSH. `before` are addresses that were let in like this earlier. They stay as long
+    as no network is listed: otherwise two controllers would shut each other out.
     """
-    words = connection.split()
-    admins = list(found["admin_networks"])
-    if len(words) == 4:
-        client = ipaddress.ip_address(words[0].partition("%")[0])
-        if isinstance(client, ipaddress.IPv6Address) and client.ipv4_mapped:
-            client = client.ipv4_mapped
-        if int(words[3]) not in found["ssh_ports"]:
-            raise FirewallError(
-                f"firewall_ssh_ports = {found['ssh_ports']}: this connection came in at port {words[3]} of"
-                f" {found['host']}, which would be closed -> add {words[3]} to firewall_ssh_ports"
-            )
-        if not any(client in ipaddress.ip_network(entry) for entry in admins):
-            admins.append(str(client))
-    if not admins:
+    listed = list(found["admin_networks"])
+    client, port = _client(connection)
+    if client and port not in found["ssh_ports"]:
         raise FirewallError(
-            f"firewall_admin_networks = []: this connection to {found['host']} is not one of SSH, so nobody is known"
+            f"firewall_ssh_ports = {found['ssh_ports']}: this connection came in at port {port} of"
+            f" {found['host']}, which would be closed -> add {port} to firewall_ssh_ports"
+        )
+    if not client and not listed:
+        why = (
+            "comes from the node itself (a tunnel, such as ssh -L), which says nothing of where it began"
+            if len(connection.split()) == 4
+            else "is not one of SSH"
+        )
+        raise FirewallError(
+            f"firewall_admin_networks = []: this connection to {found['host']} {why}, so nobody is known"
             f" who may administer the node -> list the networks that SSH comes from, as in [10.20.0.0/16]"
         )
-    changed = [{**rule, "networks": admins} if rule["source"] == "admins" else rule for rule in found["rules"]]
-    return {**found, "admin_networks": admins, "rules": changed}
+    present = {client} if client else set()
+    present |= set() if listed else set(map(_address, before))
+    networks = [ipaddress.ip_network(entry) for entry in listed]
+    outside = sorted(str(one) for one in present if not any(one in network for network in networks))
+    changed = list(found["rules"])
+    if outside:
+        # In a set of their own, by which they are known the next time.
+        changed.insert(1, _rule("SSH, whoever was connected", PRESENT, outside, _singles(found["ssh_ports"]), rows=[3]))
+    return {**found, "admin_networks": [*listed, *outside], "present": outside, "rules": changed}
+
+
+def _client(connection: str) -> tuple[Any, int]:
+    """Whoever is connected, and the port; nobody where the connection does not tell where it comes from."""
+    words = connection.split()
+    if len(words) != 4:
+        return None, 0
+    try:
+        client, server = (_address(word) for word in (words[0], words[2]))
+        port = int(words[3])
+    except ValueError:
+        # sshd says UNKNOWN of a connection that is none of TCP.
+        return None, 0
+    return (None, 0) if client.is_loopback or client == server else (client, port)
+
+
+def _address(word: str) -> Any:
+    address = ipaddress.ip_address(word.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address

@@ -42,7 +42,7 @@ def _alike(found: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], Mapping[
 
 
 def _ports(rule: Mapping[str, Any]) -> str:
-    if not rule["ports"]:
+    if rule["ports"] is None:
         return f"all {rule['protocol']}"
     shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in rule["ports"])
     return f"{rule['protocol']} {shown}"
@@ -53,9 +53,8 @@ def _together(rules: Sequence[Mapping[str, Any]]) -> str:
     shown = []
     for protocol in dict.fromkeys(rule["protocol"] for rule in rules):
         mine = [rule for rule in rules if rule["protocol"] == protocol]
-        # A rule without ports is one for all of them.
-        every = any(not rule["ports"] for rule in mine)
-        ports = [] if every else [list(pair) for pair in merged([pair for rule in mine for pair in rule["ports"]])]
+        every = any(rule["ports"] is None for rule in mine)
+        ports = None if every else [list(pair) for pair in merged([pair for rule in mine for pair in rule["ports"]])]
         shown.append(_ports({"protocol": protocol, "ports": ports}))
     return "; ".join(shown)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 TABLE = "inet ironrack"
 _INDENT = "        "
+_INTERFACE = re.compile(r"[A-Za-z0-9_.@-]{1,15}")
 _FAMILIES = ((4, "ip", "ipv4_addr"), (6, "ip6", "ipv6_addr"))
 
 # Path MTU discovery, neighbours and routers: without them connections hang or nothing is found at all.
@@ -21,7 +23,6 @@ _CONTROL = (
     " mld2-listener-report } accept",
     "icmpv6 type echo-request limit rate 1000/second burst 1000 packets accept",
     "ip protocol igmp accept",
-    "udp sport 67 udp dport 68 accept",
     "ip6 saddr fe80::/10 udp sport 547 udp dport 546 accept",
 )
 
@@ -30,6 +31,9 @@ def render(found: Mapping[str, Any]) -> str:
     """The ruleset of one node. The first two lines make it the same whether the table was there or not."""
     sets: dict[str, tuple[str, list[str]]] = {}
     lines: list[str] = []
+    # What a DHCP server sends unasked. The cluster's interface does without: clients see offers before the firewall
+    # does, and a renewed lease is a reply.
+    lease = f'iifname != "{_name(found["interface"])}" ' if found["interface"] else ""
     for rule in found["rules"]:
         lines += _rule(rule, sets)
     text = [
@@ -53,8 +57,9 @@ def render(found: Mapping[str, Any]) -> str:
         f"{_INDENT}ct state established,related accept",
         f'{_INDENT}iifname "lo" accept',
         *(f"{_INDENT}{line}" for line in _CONTROL),
+        f"{_INDENT}{lease}udp sport 67 udp dport 68 accept",
         f"{_INDENT}ct state invalid drop",
-        *(f'{_INDENT}iifname "{name}" accept' for name in found["trusted_interfaces"]),
+        *(f'{_INDENT}iifname "{_name(name)}" accept' for name in found["trusted_interfaces"]),
         *(f"{_INDENT}{line}" for line in lines),
         f"{_INDENT}counter drop",
         "    }",
@@ -67,13 +72,15 @@ def render(found: Mapping[str, Any]) -> str:
 def _rule(rule: Mapping[str, Any], sets: dict[str, tuple[str, list[str]]]) -> list[str]:
     """One line for each family that the rule's networks belong to."""
     networks = [ipaddress.ip_network(entry) for entry in rule["networks"]]
-    lines = []
+    lines: list[str] = []
+    if rule["ports"] == []:
+        return lines
     for version, word, kind in _FAMILIES:
         family: list[Any] = [network for network in networks if network.version == version]
         if not family:
             continue
         elements = _apart(family)
-        interface = f'iifname "{rule["interface"]}" ' if rule["interface"] else ""
+        interface = f'iifname "{_name(rule["interface"])}" ' if rule["interface"] else ""
         source = (
             ""
             if elements in (["0.0.0.0/0"], ["::/0"])
@@ -103,7 +110,8 @@ def _apart(networks: list[Any]) -> list[str]:
     kept: list[Any] = []
     # A network sorts before those that lie in it.
     for network in sorted(set(networks)):
-        if not kept or not network.subnet_of(kept[-1]):
+        # Nothing lies in a single address: asked first, for nodes by the hundred.
+        if not kept or kept[-1].prefixlen == network.max_prefixlen or not network.subnet_of(kept[-1]):
             kept.append(network)
     return [_short(network) for network in kept]
 
@@ -112,8 +120,15 @@ def _short(network: Any) -> str:
     return str(network.network_address) if network.prefixlen == network.max_prefixlen else str(network)
 
 
-def _ports(protocol: str, ports: Sequence[Sequence[int]]) -> str:
-    if not ports:
+def _name(interface: str) -> str:
+    """Between quotes nft takes anything, and a star as a wildcard."""
+    if not _INTERFACE.fullmatch(interface):
+        raise ValueError(f"{interface!r} is not the name of an interface")
+    return interface
+
+
+def _ports(protocol: str, ports: Sequence[Sequence[int]] | None) -> str:
+    if ports is None:
         return f"meta l4proto {protocol}"
     written = [str(low) if low == high else f"{low}-{high}" for low, high in merged(ports)]
     return f"{protocol} dport {written[0] if len(written) == 1 else '{ ' + ', '.join(written) + ' }'}"

@@ -1,15 +1,16 @@
-"""What is wrong with one variable of firewall or ssh by itself, told with the inventory.
+"""What is wrong with variables of base, firewall and ssh, told with the inventory.
 
-Their roles run on hosts that others have changed already. What takes several variables, or the plan, is left to them.
+Their roles run on hosts that others have changed already. What takes a look at a host is left to them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..inventory.validate import Problem
+from ..hosts import time_service
+from ..inventory.validate import Problem, not_set, show
 from . import firewall, ssh
 
 # Prefix, variables that have a rule of their own, what has to be on for it, and the rules.
@@ -19,6 +20,7 @@ _CHECKS: tuple[tuple[str, tuple[str, ...], dict[str, Any], Callable[[Mapping[str
         (
             "admin_networks",
             "client_networks",
+            "gateway_ports",
             "monitoring_networks",
             "trusted_interfaces",
             "ephemeral_ports",
@@ -38,7 +40,17 @@ _CHECKS: tuple[tuple[str, tuple[str, ...], dict[str, Any], Callable[[Mapping[str
 _LINE = re.compile(r"(?s)(?P<variable>[^\s:]+)(?: = (?P<value>.*?))??: (?P<problem>.*?) -> (?P<remedy>.*)")
 
 
-def problems(values: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+# Settings of the kernel that the firewall writes itself in mode strict_ports.
+_OF_THE_FIREWALL = ("net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports")
+
+
+def problems(
+    values: Mapping[str, Mapping[str, Any]],
+    addresses: Mapping[str, str | None],
+    groups: Mapping[str, Iterable[str]],
+) -> list[Problem]:
+    """`addresses` are the cluster addresses of the plan's nodes."""
+    nodes = {host: {"address": address, "groups": ["ironrack_runtime"]} for host, address in addresses.items()}
     found: list[Problem] = []
     for host, own in values.items():
         for prefix, names, needed, check in _CHECKS:
@@ -47,7 +59,61 @@ def problems(values: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
                 if own.get(variable) is not None:
                     lines = check({**needed, name: own[variable]})
                     found += [_problem(host, line) for line in lines if line.startswith(variable)]
-    return found
+        changed = own.get("ssh_accept_changed_host_keys") or []
+        lines = ssh.check({"accept_changed_host_keys": changed}, hosts=values)
+        found += [_problem(host, line) for line in lines]
+        found += _port_ranges(host, own)
+        if host in nodes:
+            found += _clock(host, values, nodes)
+    return found + list(_unknown_neighbours(values, addresses, groups))
+
+
+def _port_ranges(host: str, own: Mapping[str, Any]) -> Iterator[Problem]:
+    sysctl = own.get("base_sysctl")
+    if own.get("firewall_mode") != "strict_ports" or not isinstance(sysctl, Mapping):
+        return
+    for name, value in sysctl.items():
+        if str(name).replace("/", ".") in _OF_THE_FIREWALL:
+            yield Problem(
+                host,
+                f"base_sysctl.{name}",
+                show(value),
+                "is set by the firewall in mode strict_ports, which opens those ports and no others",
+                "remove it, and set firewall_ephemeral_ports, or take firewall_mode: trusted_cluster",
+            )
+
+
+def _clock(host: str, values: Mapping[str, Mapping[str, Any]], nodes: Mapping[str, Any]) -> Iterator[Problem]:
+    own = values[host]
+    # What a template says is not known here.
+    serving = {node: values[node]["base_time_serve"] for node in nodes if _given(values[node], "base_time_serve")}
+    servers = own["base_time_servers"] if _given(own, "base_time_servers") else []
+    serve = own["base_time_serve"] if _given(own, "base_time_serve") else False
+    for line in time_service.check_offline(servers, serve, host, nodes, serving):
+        yield _problem(host, line)
+
+
+def _given(own: Mapping[str, Any], name: str) -> bool:
+    return own.get(name) is not None
+
+
+def _unknown_neighbours(
+    values: Mapping[str, Mapping[str, Any]],
+    addresses: Mapping[str, str | None],
+    groups: Mapping[str, Iterable[str]],
+) -> Iterator[Problem]:
+    modes = {values.get(host, {}).get("firewall_mode") for host in addresses}
+    for group in ("gateway", "observability") if modes & {"trusted_cluster", "strict_ports"} else ():
+        for host in groups.get(group, ()):
+            # A single machine that has every part talks to itself over loopback.
+            if {*addresses} == {host} or addresses.get(host) or values.get(host, {}).get("cluster_address"):
+                continue
+            yield not_set(
+                host,
+                "cluster_address",
+                f"the nodes' firewalls must know who the group {group} is",
+                "set it to the address from which the nodes see this host",
+            )
 
 
 def _problem(host: str, line: str) -> Problem:

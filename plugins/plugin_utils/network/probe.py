@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..hosts.judging import ORDER
+from . import probe_fabric, probe_shape
 from . import probe_text as text
 from .probe_groups import Group, Pair, by_value, grouped, joined, ordered, shown
 from .probe_peers import members, purposes
@@ -39,6 +40,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "net_clock": (),
     "net_bandwidth": (),
     "net_gloo": ("A8", "A9", "A10"),
+    "net_nccl": ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "F7", "F8", "F13", "F14", "F15", "F16", "F17", "F18", "F22"),
 }
 # Of one process, whatever the link can do.
 _ONE_PROCESS_MBIT = 25000
@@ -63,16 +65,23 @@ class Direction:
     source: str
     target: str
     probe: Mapping[str, Any]
-    # Ports that the target's own services have, where nothing was held for the test.
+    # Ports that the target's own services have, where nothing was held for the test; and those that were held.
     busy: frozenset[int]
+    held: frozenset[int]
     good: list[Mapping[str, Any]] = field(default_factory=list)
     bad: list[Mapping[str, Any]] = field(default_factory=list)
+    # Somebody accepts the connection where the listener should, and does not say its name.
+    mute: list[Mapping[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for attempt in self.probe.get("tcp") or []:
             # A service may have gone since, but the packet came through.
             passed = attempt["result"] == "open" or (attempt["result"] == "refused" and attempt["port"] in self.busy)
-            (self.good if passed else self.bad).append(attempt)
+            listens = attempt["kind"] != "pinned" or attempt["port"] in self.held or attempt.get("error")
+            if attempt["result"] == "open" and listens and not attempt.get("answered_by"):
+                self.mute.append(attempt)
+            else:
+                (self.good if passed else self.bad).append(attempt)
 
     @property
     def pair(self) -> Pair:
@@ -80,11 +89,20 @@ class Direction:
 
     @property
     def tested(self) -> bool:
-        return bool(self.good or self.bad)
+        return bool(self.good or self.bad or self.mute)
+
+    @property
+    def itself(self) -> bool:
+        return (self.probe.get("route") or {}).get("dev") == "lo"
+
+    @property
+    def astray(self) -> bool:
+        """Another node, or another run, answers: what is open there says nothing of this one."""
+        return bool({attempt.get("answered_by") for attempt in self.probe.get("tcp") or []} - {None, self.target})
 
     @property
     def closed(self) -> bool:
-        return bool(self.bad and not self.good)
+        return bool(self.bad and not self.good and not self.mute)
 
     @property
     def silent(self) -> bool:
@@ -116,13 +134,24 @@ class View:
 
     def __post_init__(self) -> None:
         self.nodes = ordered(self.probes)
-        self.seen: dict[str, Probe] = {name: probe for name in self.nodes if (probe := self.probes[name])}
+        self.broken = {
+            name: told
+            for name in self.nodes
+            if self.probes[name] and (told := probe_shape.fault(self.probes[name], self.plan["nodes"]))
+        }
+        self.seen: dict[str, Probe] = {
+            name: probe for name in self.nodes if (probe := self.probes[name]) and name not in self.broken
+        }
         self.directions: dict[Pair, Direction] = {}
         for name, probe in self.seen.items():
             for other, peer in (probe.get("peers") or {}).items():
-                busy = frozenset((self.listeners.get(other) or {}).get("busy") or ())
-                self.directions[name, other] = Direction(name, other, peer, busy)
-        self.tested = {pair for pair, found in self.directions.items() if found.tested}
+                there = self.listeners.get(other) or {}
+                busy, held = (frozenset(there.get(key) or ()) for key in ("busy", "held"))
+                self.directions[name, other] = Direction(name, other, peer, busy, held)
+        # Where a node has the other's address too, packets never leave it, and replies to the other never come back.
+        looped = {pair for pair, found in self.directions.items() if found.itself}
+        looped |= {(target, source) for source, target in looped}
+        self.tested = {pair for pair, found in self.directions.items() if found.tested and not found.astray} - looped
 
     def address(self, name: str) -> str:
         node = self.plan["nodes"].get(name) or {}
@@ -194,6 +223,17 @@ def _how(pairs: Iterable[Iterable[Mapping[str, Any]]]) -> tuple[str, str]:
 def _probed(view: View) -> None:
     for name in view.nodes:
         if name in view.seen:
+            continue
+        if name in view.broken:
+            view.find(
+                "net_probed",
+                "fail",
+                f"the measurement of {name} cannot be read: {view.broken[name]}",
+                expected="a measurement from each node of the run",
+                cause="the module of another version ran there, or something on the node writes into its output",
+                remedy=f"run it again; if it comes back, leave {name} out with --limit and look at its -vvv output",
+                nodes=[name],
+            )
             continue
         others = [view.directions[other, name] for other in view.seen if (other, name) in view.directions]
         open_to = [found.source for found in others if found.good]
@@ -305,6 +345,8 @@ def _connections(view: View) -> None:
 def _why_none(view: View) -> str:
     if len(view.nodes) < 2:
         return "one node alone in this run"
+    if any(found.astray for found in view.directions.values()):
+        return "another node or another run answers"
     reasons = Counter(str(found.probe.get("why")) for found in view.directions.values() if found.probe.get("why"))
     return reasons.most_common(1)[0][0] if reasons else "no node has a peer that listened"
 
@@ -389,7 +431,37 @@ def _identities(view: View) -> None:
             targets=[target],
             pairs=[(source, target) for source in sources],
         )
+    _mute(view)
     view.note("net_identity", *_told(view, "each address is answered by its node"))
+
+
+def _mute(view: View) -> None:
+    """Ports that are open, but not at the listener. All of a node is told as such, single ports by number."""
+    bad: dict[Pair, str] = {}
+    for pair in view.tested:
+        found = view.directions[pair]
+        if found.mute:
+            some = sorted({int(attempt["port"]) for attempt in found.mute})
+            bad[pair] = joined([str(port) for port in some]) if found.good else ""
+    by_target: dict[tuple[str, str], list[Pair]] = {}
+    for pair, ports in bad.items():
+        by_target.setdefault((pair[1], ports), []).append(pair)
+    for (target, ports), pairs in by_target.items():
+        where = f"port {ports} of" if ports else "every port of"
+        view.find(
+            "net_identity",
+            "fail",
+            f"something accepts connections at {where} {view.address(target)}, the address of {target}, and is not its"
+            f" listener: {shown([pair[0] for pair in pairs])} got no name",
+            expected=f"{target} answers at its address, with the listener of this run",
+            cause="a firewall or router between that answers for others (SYN proxy, load balancer), another machine or"
+            f" program with that address and port, or the listener on {target} hangs",
+            remedy=f"on {target}: ss -lntp shows who listens; compare the hardware address with ip neigh on the others,"
+            " and look for proxies on the way",
+            nodes=[pair[0] for pair in pairs],
+            targets=[target],
+            pairs=pairs,
+        )
 
 
 def _told(view: View, measured: str) -> tuple[str, str]:
@@ -645,17 +717,25 @@ def _mtu(view: View) -> None:
 
 
 def offsets(view: View) -> dict[str, float]:
-    """How far each clock is from the middle one; of two nodes, from each other's middle."""
-    found = {}
-    for name in view.nodes:
-        others = [
-            float(told["offset_s"])
-            for pair, direction in view.directions.items()
-            if pair[0] == name and (told := direction.probe.get("clock"))
-        ]
-        if others:
-            found[name] = -statistics.median([0.0, *others])
-    return found
+    """How far each clock is from the middle one. One direction is enough, and nodes compare by way of others."""
+    apart: dict[str, dict[str, float]] = {}
+    for (source, target), found in view.directions.items():
+        if told := found.probe.get("clock"):
+            apart.setdefault(source, {})[target] = float(told["offset_s"])
+            apart.setdefault(target, {}).setdefault(source, -float(told["offset_s"]))
+    found_all: dict[str, float] = {}
+    for start in ordered(apart):
+        if start in found_all:
+            continue
+        part, waiting = {start: 0.0}, [start]
+        for name in waiting:
+            for other, offset in apart[name].items():
+                if other not in part:
+                    part[other] = part[name] + offset
+                    waiting.append(other)
+        middle = statistics.median(part.values())
+        found_all |= {name: ahead - middle for name, ahead in part.items()}
+    return found_all
 
 
 def _clock(view: View) -> None:
@@ -829,6 +909,7 @@ def judge(
         _clock,
         _bandwidth,
         _gloo,
+        probe_fabric.nccl,
     ):
         part(view)
     found: dict[str, str] = {}
@@ -857,6 +938,7 @@ def judge(
         "checks": checks,
         "findings": view.findings,
         "worst": _worst(view),
+        "nccl": probe_fabric.runs(view.results.get("nccl") or {}),
         "matrix": _matrix(view),
     }
     return {**report, "table": text.table(report)}
@@ -898,11 +980,13 @@ def _matrix(view: View) -> dict[str, dict[str, dict[str, Any]]]:
         if checks:
             cell["checks"] = checks
         if found.tested:
-            cell |= {"open": len(found.good), "tried": len(found.good) + len(found.bad)}
+            cell |= {"open": len(found.good), "tried": len(found.good) + len(found.bad) + len(found.mute)}
         else:
             cell["why"] = str(found.probe.get("why") or "not tested")
         if found.bad:
             cell["closed"] = {str(attempt["port"]): str(attempt["result"]) for attempt in found.bad}
+        if found.mute:
+            cell["mute"] = [attempt["port"] for attempt in found.mute]
         if (milliseconds := found.milliseconds) is not None:
             cell["ms"] = round(milliseconds, 2)
         if (told := found.probe.get("mtu")) and told.get("largest"):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..planner.plan import natural_key
-from . import firewall
+from . import bandwidth, firewall
 
 # Up to so many nodes, the speed between all pairs is measured; beyond it each node measures some, see `rotation`.
 _ALL_PAIRS = 8
@@ -66,7 +66,8 @@ def peers(
     listeners: Mapping[str, Mapping[str, Any] | None],
     ports: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """For each node: `peers` of the module net_probe, `pairs` whose speed it measures, `ring` for gloo_check.
+    """For each node: `peers` of the module net_probe, `pairs` whose speed it measures, `ring` for gloo_check,
+    `nccl` for nccl_check.
 
     In the ring each node begins with the next one, at one of its own random ports: the listener has had it, and gives
     it back before.
@@ -95,4 +96,7 @@ def peers(
             meeting = {"address": plan["nodes"][name]["address"], "port": (listeners[name] or {})["random"][0]}
             found[name]["ring"]["next"] = {"name": following, **meeting}
             found[following]["ring"]["previous"] = {"name": name, **meeting}
+    exchanges = bandwidth.meetings(plan, {name: listeners.get(name) for name in names})
+    for name in names:
+        found[name]["nccl"] = exchanges[name]
     return found

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .probe_fabric import slowest, speed
 from .probe_groups import Group, ordered, shown
 
 # Up to so many nodes, each pair has a cell on the screen.
@@ -65,8 +66,8 @@ def connection(group: Group, result: str, how: str, back: bool, address: Callabl
     if result == "silent":
         whose = "these addresses" if group.kind == "alone" else f"the address of {targets}"
         cause = (
-            f"nobody answers on the wire (ARP) for {whose}: down, on another network (VLAN, cable), or cluster_address"
-            " is wrong"
+            f"nobody answers on the wire (ARP, neighbour discovery) for {whose}: down, on another network (VLAN,"
+            " cable), or cluster_address is wrong"
         )
     elif result == "refused":
         cause = (
@@ -191,6 +192,7 @@ def table(report: Mapping[str, Any]) -> str:
                 f"  worst {name.rsplit('_', 2 if unit == 'Mbit/s' else 1)[0].replace('_', ' ')}: {value} {unit},"
                 f" {worst['pair'][0]} to {worst['pair'][1]}"
             )
+    lines += [f"  slowest over NCCL: {speed(run)}" for run in slowest(report["nccl"])]
     for key, words in (("missing", "not measured"), ("not_in_this_run", "not in this run, so not tested")):
         if report[key]:
             lines.append(f"  {words}: {shown(report[key])}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import difflib
 import hashlib
 import hmac
@@ -104,7 +105,46 @@ _KEY_TYPES = (
     "sk-ssh-ed25519@openssh.com",
     "sk-ecdsa-sha2-nistp256@openssh.com",
 )
+# How many parts a key of a type has, the type itself among them.
+_KEY_PARTS = dict(zip(_KEY_TYPES, (2, 3, 3, 3, 3, 3, 4), strict=True))
 MARK = "ironrack:"
+
+# What may stand before a key in authorized_keys; with another word sshd passes over the whole line.
+_OPTION = (
+    r"(?i:cert-authority|command|environment|expiry-time|from|permitlisten|permitopen|principals|restrict|tunnel"
+    r"|verify-required|(?:no-)?(?:agent-forwarding|port-forwarding|pty|touch-required|user-rc|x11-forwarding))"
+    r'(?:="(?:[^"\\]|\\.)*")?'
+)
+_AUTHORIZED = re.compile(
+    rf"(?:{_OPTION}(?:,{_OPTION})*[ \t]+)?(?P<key>(?:{'|'.join(map(re.escape, _KEY_TYPES))})[ \t]+\S+)"
+    r"(?:[ \t][^\0\n\r]*)?"
+)
+
+_FLAG = ("yes", "no")
+_FORWARDING = (*_FLAG, "all", "local", "remote")
+# Keywords that take one of few words. sshd would refuse another one only when the node has been changed already.
+_WORDS_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        """
+        AllowAgentForwarding DisableForwarding ExposeAuthInfo GSSAPIAuthentication GSSAPICleanupCredentials
+        HostbasedAuthentication HostbasedUsesNameFromPacketOnly IgnoreUserKnownHosts KbdInteractiveAuthentication
+        PasswordAuthentication PermitEmptyPasswords PermitTTY PermitUserRC PrintLastLog PrintMotd PubkeyAuthentication
+        StreamLocalBindUnlink StrictModes TCPKeepAlive UseDNS UsePAM X11Forwarding X11UseLocalhost
+        """.split(),  # noqa: SIM905 (as above)
+        _FLAG,
+    ),
+    "AllowStreamLocalForwarding": _FORWARDING,
+    "AllowTcpForwarding": _FORWARDING,
+    "Compression": (*_FLAG, "delayed"),
+    "FingerprintHash": ("md5", "sha256"),
+    "GatewayPorts": (*_FLAG, "clientspecified"),
+    "IgnoreRhosts": (*_FLAG, "shosts-only"),
+    "LogLevel": ("QUIET", "FATAL", "ERROR", "INFO", "VERBOSE", "DEBUG", "DEBUG1", "DEBUG2", "DEBUG3"),
+    "PermitRootLogin": (*_FLAG, "prohibit-password", "without-password", "forced-commands-only"),
+    "PermitTunnel": (*_FLAG, "point-to-point", "ethernet"),
+}
+_NUMBERS = ("ClientAliveCountMax", "MaxAuthTries", "MaxSessions", "RequiredRSASize", "X11DisplayOffset")
+_TIMES = ("ClientAliveInterval", "LoginGraceTime")
 
 
 class SshError(ValueError):
@@ -130,16 +170,35 @@ class Key:
 def parse_key(line: str) -> Key | None:
     """The key in a line of a .pub, authorized_keys or known_hosts file; None where there is none."""
     words = line.split()
+    if words and words[0].startswith("#"):
+        return None
     for kind, blob in pairwise(words):
         if kind in _KEY_TYPES:
             try:
-                inner = base64.b64decode(blob, validate=True)
+                parts = _parts(base64.b64decode(blob, validate=True))
             except (binascii.Error, ValueError):
                 return None
             # The key itself begins with its type.
-            name = kind.encode()
-            return Key(kind, blob) if inner[4 : 4 + len(name)] == name else None
+            whole = len(parts) == _KEY_PARTS[kind] and parts[0] == kind.encode() and all(parts[1:])
+            return Key(kind, blob) if whole else None
     return None
+
+
+def _parts(inner: bytes) -> list[bytes]:
+    """What a key is made of, each part with its length before it; ValueError where one is cut short."""
+    found = []
+    while inner:
+        length = int.from_bytes(inner[:4], "big")
+        if len(inner) < 4 + length:
+            raise ValueError("cut short")
+        found.append(inner[4 : 4 + length])
+        inner = inner[4 + length :]
+    return found
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines as those who read such a file see them: splitlines() would cut at a form feed or U+2028 too."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def parse_keys(text: str) -> list[Key]:
@@ -176,10 +235,24 @@ def _check_settings(settings: Any) -> list[str]:
             problems.append(f"{variable} = {value}: is there twice, as {seen[keyword]} too -> keep one")
         elif isinstance(value, Mapping) or value in ("", []):
             problems.append(f"{variable} = {value}: is no value -> give a word, a number, true, false or a list")
-        elif re.search(r"[\n\r#]", _text(keyword, value)):
+        elif re.search(r"[\0\n\r#]", _text(keyword, value)):
             problems.append(f"{variable} = {value!r}: has a line break or # in it -> give the value alone")
+        elif value is not None and (remedy := _misfit(keyword, _text(keyword, value))):
+            problems.append(f"{variable} = {value}: is no value of {keyword} -> {remedy}")
         seen.setdefault(keyword or str(name), str(name))
     return problems
+
+
+def _misfit(keyword: str, text: str) -> str:
+    """What to give instead of a value that sshd does not know; empty where it may know it."""
+    words = _WORDS_OF.get(keyword)
+    if words and text.lower() not in [word.lower() for word in words]:
+        return f"choose {', '.join(words)}"
+    if keyword in _NUMBERS and not re.fullmatch(r"\d{1,9}", text):
+        return "give a number"
+    if keyword in _TIMES and not re.fullmatch(r"(\d{1,9}[smhdwSMHDW]?)+", text):
+        return "give seconds, or a time such as 2m"
+    return ""
 
 
 def _check_keys(keys: Any, exclusive: Any) -> list[str]:
@@ -190,8 +263,10 @@ def _check_keys(keys: Any, exclusive: Any) -> list[str]:
         if "PRIVATE KEY" in text:
             # The value itself must not be shown.
             problems.append(f"{variable}: is a private key -> give the public one (the file with .pub)")
-        elif "\n" in text.strip() or parse_key(text) is None:
-            problems.append(f"{variable} = {text[:60]}: is no public key -> give one line of a .pub file")
+        elif not (found := _AUTHORIZED.fullmatch(text.strip())) or parse_key(found["key"]) is None:
+            problems.append(
+                f"{variable} = {text[:60]}: is no public key, or not the whole of one -> give one line of a .pub file"
+            )
     if exclusive and not keys:
         problems.append(
             "ssh_authorized_keys_exclusive = true: with ssh_authorized_keys = [] nobody could log in -> list the keys"
@@ -298,9 +373,12 @@ def read_probe(text: str) -> tuple[Connection, list[Key]]:
             found[name] = value
     words = found.get("ssh", "").split()
     user, home = found.get("user", ""), found.get("home", "")
-    if len(words) != 4:
-        return Connection(user, home=home), parse_keys("\n".join(keys))
-    return Connection(user, _address(words[0]), _address(words[2]), int(words[3]), home), parse_keys("\n".join(keys))
+    present = Connection(user, home=home)
+    # sshd writes UNKNOWN where the other end is no address, as behind a program that hands the connection on.
+    with contextlib.suppress(ValueError):
+        client, _, server, port = words
+        present = Connection(user, _address(client), _address(server), int(port), home)
+    return present, parse_keys("\n".join(keys))
 
 
 def _address(text: str) -> str:
@@ -443,7 +521,7 @@ def pin(
             f"ssh_host_key_fingerprint = {fingerprint} ({host}): the host has {shown} -> find out at its console which"
             " is right: this is another host than the one you mean, or its keys were made anew"
         )
-    lines = [Line.parse(line) for line in text.splitlines()]
+    lines = [Line.parse(line) for line in lines_of(text)]
     present = {key.kind: key for key in keys}
     old = [line for line in lines if line.key and (line.owner == host or any(map(line.covers, names)))]
     changed = [line for line in old if line.key and present.get(line.key.kind, line.key) != line.key]
@@ -469,7 +547,7 @@ def pin(
 
 def pinned(text: str, host: str) -> list[Key]:
     """The keys of a host in the file of pinned host keys."""
-    return [line.key for line in map(Line.parse, text.splitlines()) if line.owner == host and line.key]
+    return [line.key for line in map(Line.parse, lines_of(text)) if line.owner == host and line.key]
 
 
 # From node to node
@@ -477,7 +555,7 @@ def pinned(text: str, host: str) -> list[Key]:
 
 def note_node(text: str, host: str, port: int, key: Key | None) -> str:
     """The file of what the nodes need to know of each other, with a node in it, or without it."""
-    lines = [line for line in text.splitlines() if line.split()[:1] != [host]]
+    lines = [line for line in lines_of(text) if line.split()[:1] != [host]]
     if key:
         lines.append(f"{host} {port} {key}")
     return "".join(f"{line}\n" for line in sorted(lines, key=natural_key))
@@ -485,7 +563,7 @@ def note_node(text: str, host: str, port: int, key: Key | None) -> str:
 
 def _noted(text: str) -> dict[str, tuple[int, Key]]:
     found = {}
-    for line in text.splitlines():
+    for line in lines_of(text):
         words = line.split()
         key = parse_key(line)
         if len(words) == 4 and words[1].isdigit() and key:

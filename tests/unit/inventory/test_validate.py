@@ -10,6 +10,7 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.contract i
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.validate import (
     Problem,
     check_controller,
+    check_host_names,
     render,
     show,
     validate,
@@ -77,6 +78,24 @@ def test_good_values_and_defaults() -> None:
             ["duplicate instance name", "Llama", "rename"],
         ),
         ({"cluster_address": "gpu1.example"}, "cluster_address", "gpu1.example", ["not an IP address", "10.0.0.11"]),
+        *[
+            ({"cluster_address": address}, "cluster_address", address, [word, "10.0.0.11"])
+            for address, word in (
+                ("240.0.0.1", "reserved"),
+                ("255.255.255.255", "broadcast"),
+                ("0.1.2.3", "reserved"),
+                ("::ffff:10.0.0.1", "IPv4 address inside an IPv6"),
+                ("2001:db8::1%eth0", "zoned"),
+                ("fe80::1%eth0", "link-local"),
+            )
+        ],
+        *[
+            ({"cluster_interface": name}, "cluster_interface", show(name), ["not the name of an interface", "ip -br"])
+            for name in ('eth0" accept; #', "eth0*", "a234567890123456", "", "eth 0", "eth0\n")
+        ],
+        ({"base_packages": '["x"]'}, "base_packages", '["x"]', ["not a list", "-e '{\"base_packages\": [...]}'"]),
+        ({"vllm_limits": '{"nofile": 1}'}, "vllm_limits", '{"nofile": 1}', ["-e '{\"vllm_limits\": {...}}'"]),
+        (instance(nodes="a", args="[1]"), "vllm_instances.a.args", "[1]", ["give a dictionary"]),
         ({"cluster_address": "10.0.0.1/24"}, "cluster_address", "10.0.0.1/24", ["not an IP address"]),
         ({"cluster_address": "127.0.0.1"}, "cluster_address", "127.0.0.1", ["loopback"]),
         ({"cluster_address": "0.0.0.0"}, "cluster_address", "0.0.0.0", ["unspecified"]),
@@ -115,6 +134,41 @@ def test_problem_names_variable_value_and_remedy(variables, variable, value, wor
 )
 def test_accepted(variables) -> None:
     assert problems(variables) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["localhost", "ip6-localhost", "localhost.lan", "gpu 1", "#x", "a,b", "n*", "-n", "n\n", ""]
+)
+def test_names_that_no_host_can_have(name: str) -> None:
+    (found,) = check_host_names(["n1", name])
+    assert (found.host, found.variable) == (name, "inventory_hostname")
+    assert "rename it" in found.remedy
+
+
+def test_names_that_hosts_have() -> None:
+    names = ["n1", "gpu-1.example.org", "gpu_1", "10.0.0.1", "fd00::1", "1", "localhosts", "N2"]
+    assert list(check_host_names([*names, "n1"])) == []
+    (found,) = check_host_names(["n1", "N1"])
+    assert "n1 only in case" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "names", "refused"),
+    [
+        ({}, [], True),
+        ({"ssh_authorized_keys": []}, ["ssh_authorized_keys"], True),
+        ({}, ["ssh_authorized_keys"], False),
+        ({"ssh_authorized_keys": ["ssh-ed25519 AAAA"]}, ["ssh_authorized_keys"], False),
+    ],
+)
+def test_all_keys_go_only_where_some_come(keys: dict[str, Any], names: list[str], refused: bool) -> None:
+    roles = {
+        "ssh_authorized_keys": {"type": "list", "elements": "str"},
+        "ssh_authorized_keys_exclusive": {"type": "bool"},
+    }
+    variables = {"ssh_authorized_keys_exclusive": "yes", **keys}
+    found = validate({"n1": variables}, roles, (), {"n1": ["ssh_authorized_keys_exclusive", *names]}).problems
+    assert [item.variable for item in found] == ["ssh_authorized_keys_exclusive"] * refused
 
 
 def test_extra_vars() -> None:

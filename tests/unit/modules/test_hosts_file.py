@@ -143,6 +143,41 @@ def test_module_writes_shows_and_rests(run: Run, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_stays_one(run: Run, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "hosts").write_text(DEBIAN)
+    link = tmp_path / "hosts"
+    link.symlink_to("real/hosts")
+    assert run("hosts_file", path=str(link), hostname="n1", entries=ENTRIES)["changed"]
+    assert link.is_symlink()
+    assert "10.77.1.12\tn2\n" in (real / "hosts").read_text()
+    assert not run("hosts_file", path=str(link), hostname="n1", entries=ENTRIES)["changed"]
+
+
+def test_what_cannot_be_written_is_said(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "hosts").symlink_to("/proc/self/hosts")
+    result = run("hosts_file", path=str(tmp_path / "hosts"), hostname="n1", entries=ENTRIES)
+    assert result["failed"]
+    assert "cannot be written" in result["msg"]
+    assert " -> make the file and its folder writable" in result["msg"]
+
+
+@pytest.mark.parametrize("kernel", ["localhost.localdomain", "localhost", "LOCALHOST.lan"])
+def test_a_host_without_a_name_keeps_its_loopback(edit: Callable[..., tuple[str, list[str]]], kernel: str) -> None:
+    text, _ = edit("127.0.0.1 localhost localhost.localdomain\n", kernel=kernel)
+    assert text.endswith("# END ironrack\n127.0.0.1 localhost localhost.localdomain\n")
+    assert "10.77.1.11\tn1\n" in text
+
+
+def test_lines_end_where_others_see_their_end(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    foreign = "10.0.0.1 a # b\u2028c\n10.0.0.2 d\x0ce\r\n"
+    text, _ = edit(foreign)
+    assert text.endswith(f"# END ironrack\n{foreign}")
+    dos = text.replace("\r", "").replace("\n", "\r\n")
+    assert edit(dos)[0].count("ironrack") == 2, "one block, whoever has edited the file"
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

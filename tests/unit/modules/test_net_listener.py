@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -167,15 +171,69 @@ def test_ends_by_itself(start: Start, path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_second_one_replaces_the_first(start: Start, path: Path) -> None:
+HASTY = "import net_listener; net_listener.QUIET_SECONDS, net_listener.PATIENCE_SECONDS = 2, 3"
+
+
+def again(path: Path, preamble: str = HASTY, **options: Any) -> dict[str, Any]:
+    """Another run comes, with less patience than they have."""
+    return call_module(
+        "net_listener", {"node": "n2", "address": ADDRESS, "path": str(path), **options}, preamble=preamble
+    )
+
+
+def test_one_that_a_run_left_over_is_replaced(start: Start, path: Path) -> None:
+    """Nobody asks it any more; connections without the token do not count."""
     port = free_port()
     first_listener = start(ports=[port])
     first = record(path)
-    second_listener = start(ports=[port])
+    with connect(first_listener["control"]) as stranger:
+        net_wire.read_line(stranger)
+        result = again(path, ports=[port])
+    assert result["ended"] is True
+    second_listener = result["listener"]
     assert not running(first)
     assert running(record(path))
     assert second_listener["held"] == [port]
     assert second_listener["token"] != first_listener["token"]
+
+
+def test_one_that_is_needed_is_not_replaced(start: Start, path: Path) -> None:
+    listener = start(lifetime=100)
+    process = record(path)
+    ended = threading.Event()
+
+    def ask_on() -> None:
+        with contextlib.closing(Asked(listener).sock):
+            while not ended.wait(0.2):
+                Asked(listener).ask(op="clock")
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask_on)
+        result = again(path)
+        ended.set()
+        asking.result()
+    assert result["failed"] is True
+    assert re.search(
+        r"another run, of \S.*, is testing the network since \d+ s -> run it again when that has ended", result["msg"]
+    )
+    assert re.search(r"at the latest in (9\d|100) s$", result["msg"])
+    assert running(process)
+    assert Asked(listener).ask(op="clock")["t1"] > 0
+
+
+def test_the_end_of_another_run_is_waited_for(start: Start, path: Path) -> None:
+    """The run that is waited for can still end its own."""
+    start()
+    process = record(path)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(again, path, "")
+        time.sleep(1)
+        assert running(process)
+        assert absent(path)["ended"] is True
+        began = time.monotonic()
+        assert waiting.result()["ended"] is False
+    assert time.monotonic() - began < 10, "long before it would be taken to be left over"
+    assert record(path)["pid"] != process["pid"]
 
 
 def test_one_that_hangs_is_ended(start: Start, path: Path) -> None:
@@ -259,9 +317,85 @@ def test_many_at_once(start: Start) -> None:
         assert all(net_wire.read_line(sock)["node"] == "n2" for sock in socks)
 
 
+@contextlib.contextmanager
+def idle(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """Connections of a stranger that says nothing, more than programs may have files open by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count + 200:
+        pytest.skip(f"only {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 200), hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(connect(port)) for _ in range(count)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("port", ["random", "control"])
+@pytest.mark.parametrize("hard", [1024, 4096])
+def test_idle_connections_do_not_make_it_deaf(path: Path, port: str, hard: int) -> None:
+    """Where it may have more files open than the usual 1024, and where it may not."""
+    limits = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, {hard}))"
+    listener = again(path, limits)["listener"]
+    member = Asked(listener)
+    assert member.ask(op="clock")["t1"] > 0
+    target = listener["control"] if port == "control" else listener["random"][0]
+    with idle(target, 1500) as strangers:
+        began = time.monotonic()
+        with connect(listener["random"][1]) as sock:
+            assert net_wire.read_line(sock)["node"] == "n2"
+        assert Asked(listener).ask(op="clock")["t1"] > 0
+        assert time.monotonic() - began < 3
+        assert net_wire.read_line(strangers[-1])["node"] == "n2"
+        assert member.ask(op="clock")["t1"] > 0, "who showed the token stays"
+
+
+def test_who_does_not_show_the_token_has_to_go(start: Start) -> None:
+    listener = start()
+    with connect(listener["control"]) as stranger:
+        net_wire.read_line(stranger)
+        stranger.settimeout(8)
+        with pytest.raises(ConnectionResetError):
+            stranger.recv(1)
+
+
+def test_only_nodes_of_the_run_may_ask(start: Start) -> None:
+    listener = start(allowed=["127.0.0.7"])
+
+    def asked(source: str) -> dict[str, Any]:
+        with socket.create_connection((ADDRESS, listener["control"]), 5, (source, 0)) as sock:
+            greeting = net_wire.read_line(sock)
+            assert greeting["node"] == "n2", "who it is, everybody may know"
+            sock.sendall(net_wire.line(token=listener["token"], op="clock"))
+            answer: dict[str, Any] = net_wire.read_line(sock)
+            return answer
+
+    def echoed(source: str) -> bool:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.bind((source, 0))
+            sock.settimeout(0.5)
+            sock.sendto(net_wire.MAGIC + listener["token"].encode(), (ADDRESS, listener["udp"]))
+            with contextlib.suppress(TimeoutError):
+                return bool(sock.recv(100))
+            return False
+
+    for member in ("127.0.0.7", ADDRESS):
+        assert "t1" in asked(member)
+        assert echoed(member)
+    with pytest.raises((net_wire.WireError, ConnectionError)):
+        asked("127.0.0.8")
+    assert not echoed("127.0.0.8")
+    with socket.create_connection((ADDRESS, listener["random"][0]), 5, ("127.0.0.8", 0)) as sock:
+        assert net_wire.read_line(sock)["node"] == "n2"
+        sock.settimeout(2)
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"allowed": ["n3"]}, "allowed = 'n3': is no IPv4 or IPv6 address -> give"),
         ({"node": ""}, "node is empty: give"),
         ({"address": "n2"}, "address = 'n2': is no IPv4 or IPv6 address -> give"),
         ({"ports": [70000]}, "ports = 70000: is no TCP port -> give"),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.module_utils import guard as guard_module
 from ansible_collections.ironrack.vllm.plugins.module_utils.guard import Guard, GuardError
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import firewall, nft
 
 ROOT = Path(__file__).resolve().parents[3]
 # What the lab proves on a booted node needs systemd; here the root is a folder, so the module finds none.
@@ -67,8 +72,14 @@ class Host:
         return self.run("nft", "-s", "list", "table", "inet", "ironrack").stdout
 
     def apply(self, ruleset: str, **more: Any) -> None:
-        assert self.module(ruleset, **more)["changed"]
-        assert self.module(ruleset, step="confirm", **more)["confirmed"]
+        result = self.module(ruleset, **more)
+        assert result["changed"]
+        assert self.confirm(ruleset, result, **more)
+
+    def confirm(self, ruleset: str, result: dict[str, Any], **more: Any) -> bool:
+        """Whether the change that a result tells of is confirmed."""
+        more["guard"] = {"token": result["guard"]["token"]}
+        return bool(self.module(ruleset, step="confirm", **more)["confirmed"])
 
     def file(self, path: str) -> Path:
         return self.root / path
@@ -108,11 +119,12 @@ def test_check_changes_nothing(host: Host) -> None:
 
 def test_apply_confirm_and_no_second_change(host: Host) -> None:
     first = host.module(TEXT % 22)
-    assert first["guard"] == {"name": "firewall", "seconds": 60}
+    assert first["guard"] == {"name": "firewall", "seconds": 60, "token": first["guard"]["token"]}
     assert "dport 22" in host.table()
     assert not host.file("etc/ironrack/firewall.nft").exists(), "unconfirmed rules do not outlive a boot"
     assert host.module(TEXT % 22, step="status")["state"] == "armed"
-    assert host.module(TEXT % 22, step="confirm")["confirmed"]
+    assert not host.module(TEXT % 22, step="confirm")["confirmed"], "by nobody who does not know what"
+    assert host.confirm(TEXT % 22, first)
     assert host.file("etc/ironrack/firewall.nft").read_text() == TEXT % 22
     again = host.module(TEXT % 22)
     assert not again["changed"]
@@ -122,14 +134,14 @@ def test_apply_confirm_and_no_second_change(host: Host) -> None:
 def test_not_confirmed_is_taken_back(host: Host) -> None:
     host.apply(TEXT % 22)
     before = host.table()
-    host.module(TEXT % 23, seconds=1)
+    late = host.module(TEXT % 23, seconds=1)
     assert "dport 23" in host.table()
     wait_for("rolled_back", Guard("firewall", root=str(host.file("run/ironrack/guard"))))
     end = time.monotonic() + 5
     while host.table() != before and time.monotonic() < end:
         time.sleep(0.1)
     assert host.table() == before
-    assert not host.module(TEXT % 23, step="confirm")["confirmed"], "too late"
+    assert not host.confirm(TEXT % 23, late), "too late"
     assert host.file("etc/ironrack/firewall.nft").read_text() == TEXT % 22
     assert not host.module(TEXT % 22)["changed"]
 
@@ -167,7 +179,7 @@ def test_tables_of_others_are_kept(host: Host) -> None:
     host.load("add table ip nat\nadd chain ip nat DOCKER\nadd table inet mine\nadd chain inet mine x\n")
     result = host.module(TEXT % 22)
     assert any("Docker" in note for note in result["notes"])
-    host.module(TEXT % 22, step="confirm")
+    assert host.confirm(TEXT % 22, result)
     host.module("")
     tables = host.run("nft", "list", "tables").stdout
     assert "inet mine" in tables
@@ -186,6 +198,58 @@ def test_another_firewall_is_refused_or_kept(host: Host) -> None:
     kept = host.module(TEXT % 22, foreign="keep")
     assert kept["changed"]
     assert any("ip filter" in note for note in kept["notes"])
+
+
+ACCEPTS = "add table ip filter\nadd chain ip filter INPUT { type filter hook %s priority 0; policy accept; }\n"
+
+
+@pytest.mark.parametrize(
+    ("rules", "drops"),
+    [
+        ("add rule ip filter INPUT tcp dport 22 accept\nadd rule ip filter INPUT counter drop\n", True),
+        ("add rule ip filter INPUT counter reject\n", True),
+        ("add rule ip filter INPUT tcp dport 23 drop\nadd rule ip filter INPUT ip saddr 192.0.2.1 reject\n", False),
+        ("add rule ip filter INPUT counter accept\nadd rule ip filter INPUT drop\n", False),
+        ("add chain ip filter END\nadd rule ip filter END log drop\nadd rule ip filter INPUT jump END\n", True),
+        ("add chain ip filter END\nadd rule ip filter END drop\nadd rule ip filter INPUT iif lo goto END\n", False),
+        ("add chain ip filter END\nadd rule ip filter END return\nadd rule ip filter INPUT jump END\n", False),
+        ("add chain ip filter END\nadd rule ip filter INPUT goto END\nadd rule ip filter INPUT drop\n", False),
+    ],
+)
+@pytest.mark.parametrize("hook", ["input", "prerouting"])
+def test_a_last_rule_that_drops_is_a_firewall_too(host: Host, rules: str, drops: bool, hook: str) -> None:
+    host.load(ACCEPTS % hook + rules)
+    result = host.module(TEXT % 22)
+    assert bool(result.get("failed")) == drops, result
+    assert not drops or "chain INPUT of the table ip filter drops" in result["msg"]
+
+
+def test_whoever_was_let_in_before_is_known(host: Host) -> None:
+    """By the table in force, which is what the next controller asks for."""
+    found: dict[str, Any] = {"host": "n1", "mode": "trusted_cluster", "interface": None, "admin_networks": []}
+    found |= {"ssh_ports": [22], "trusted_interfaces": [], "rules": [{"source": "admins", "networks": []}]}
+    found["rules"][0] |= {"ports": [[22, 22]], "protocol": "tcp", "interface": None, "purpose": "SSH"}
+    assert host.module("", step="status")["present"] == []
+    before: list[str] = []
+    for client in ("192.0.2.1", "192.0.2.2", "2001:db8::7"):
+        text = nft.render(firewall.admit(found, f"{client} 50000 192.0.2.9 22", before))
+        host.apply(text)
+        before = host.module(text, step="status")["present"]
+    assert before == ["192.0.2.1", "192.0.2.2", "2001:db8::7"]
+    again = nft.render(firewall.admit(found, "192.0.2.1 50000 192.0.2.9 22", before))
+    assert not host.module(again)["changed"], "the first controller finds what it made"
+
+
+def test_rules_of_another_controller_wait(host: Host) -> None:
+    first = host.module(TEXT % 23, guard={"by": "a@one"})
+    refused = host.module(TEXT % 24, guard={"by": "b@two"})
+    assert "a@one has changed this node" in refused["msg"]
+    assert "dport 23" in host.table()
+    assert host.confirm(TEXT % 23, first)
+    second = host.module(TEXT % 24, guard={"by": "b@two"})
+    assert not host.confirm(TEXT % 23, first)
+    assert host.module(TEXT % 23, step="status", guard=first["guard"])["state"] == "replaced"
+    assert host.confirm(TEXT % 24, second)
 
 
 def test_ufw_is_named(host: Host) -> None:
@@ -279,7 +343,7 @@ def test_guard_puts_files_back(tmp_path: Path) -> None:
     assert old.read_text() == "before"
     assert old.stat().st_mode & 0o777 == 0o640
     assert not new.exists()
-    assert not guard.confirm()
+    assert not guard.confirm(guard.token)
 
 
 def test_guard_confirmed_stays(tmp_path: Path) -> None:
@@ -288,8 +352,8 @@ def test_guard_confirmed_stays(tmp_path: Path) -> None:
     guard = Guard("sshd", 1, str(tmp_path / "guard"))
     guard.arm([str(file)])
     file.write_text("after")
-    assert guard.confirm()
-    assert guard.confirm(), "an answer that was lost is asked for again"
+    assert guard.confirm(guard.token)
+    assert guard.confirm(guard.token), "an answer that was lost is asked for again"
     time.sleep(1.5)
     assert file.read_text() == "after"
     assert guard.state() == "confirmed"
@@ -305,7 +369,7 @@ def test_guard_of_an_earlier_run_does_not_end_the_next(tmp_path: Path) -> None:
     file.write_text("after")
     time.sleep(3)
     assert later.state() == "armed"
-    assert later.confirm()
+    assert later.confirm(later.token)
 
 
 def test_guard_reverts_at_once(tmp_path: Path) -> None:
@@ -316,6 +380,143 @@ def test_guard_reverts_at_once(tmp_path: Path) -> None:
     guard.revert()
     assert not file.exists()
     assert guard.state() == "rolled_back"
+
+
+def test_two_controllers_do_not_confirm_each_other(tmp_path: Path) -> None:
+    """The second one is refused as long as the first one has time. The first one's token is not good for it later."""
+    file = tmp_path / "file"
+    file.write_text("before")
+    root = str(tmp_path / "guard")
+    first, second = Guard("sshd", 60, root, "a@one"), Guard("sshd", 60, root, "b@two")
+    first.arm([str(file)])
+    file.write_text("first")
+    with pytest.raises(GuardError, match=r"a@one has changed this node at .* run again in 6\d s"):
+        second.arm([str(file)])
+    with pytest.raises(GuardError):
+        second.clear()
+    assert file.read_text() == "first"
+    assert not second.confirm(second.token)
+    # The first one's time is over, and its timer has died.
+    forget(tmp_path, until=0)
+    second.clear()
+    assert file.read_text() == "before"
+    second.arm([str(file)])
+    file.write_text("second")
+    assert not first.confirm(first.token)
+    assert first.state(first.token) == "replaced"
+    assert second.state(second.token) == "armed"
+    assert second.confirm(second.token)
+    assert not first.confirm(first.token)
+
+
+def test_nobody_waits_for_what_was_before_the_boot(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    Guard("sshd", 60, str(tmp_path / "guard"), "a@one").arm([str(file)])
+    file.write_text("after")
+    forget(tmp_path, boot="another")
+    Guard("sshd", 60, str(tmp_path / "guard"), "b@two").clear()
+    assert not file.exists()
+
+
+def forget(folder: Path, **changed: Any) -> None:
+    about = folder / "guard/sshd/about"
+    about.write_text(json.dumps(json.loads(about.read_text()) | changed))
+
+
+def test_only_one_of_many_arms(tmp_path: Path) -> None:
+    """At the same time, each in a process of its own."""
+    code = f"""import sys
+sys.path.insert(0, "{ROOT}/collections")
+from ansible_collections.ironrack.vllm.plugins.module_utils.guard import Guard, GuardError
+guard = Guard("sshd", 30, sys.argv[1], sys.argv[2])
+try:
+    guard.arm()
+    print(guard.token)
+except GuardError:
+    pass
+"""
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), f"u@{number}"], stdout=subprocess.PIPE, text=True)
+        for number in range(4)
+    ]
+    tokens = "".join(process.communicate(timeout=60)[0] for process in running).split()
+    assert len(tokens) == 1
+    assert Guard("sshd", root=str(tmp_path)).confirm(tokens[0])
+
+
+def test_one_waits_for_the_other(tmp_path: Path) -> None:
+    guard = Guard("sshd", 30, str(tmp_path))
+    with guard.locked():
+        thread = threading.Thread(target=Guard("sshd", 30, str(tmp_path)).arm)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert guard.state() == "none"
+    thread.join(10)
+    assert guard.state() == "armed"
+
+
+class Boot:
+    """Files under a guard that lasts, in a folder that stands for the root of the file system."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        # No systemd here; what it would run at boot is read from the unit.
+        monkeypatch.setattr(guard_module, "SYSTEMD", str(root / "nowhere"))
+        self.units = root / "units"
+        self.file, self.told = root / "file", root / "told"
+        self.file.write_text("before")
+        self.guard = Guard("sshd", 60, str(root / "lib"), "a@one", str(self.units))
+        self.unit = self.units / "ironrack-guard-boot-sshd.service"
+        self.link = self.units / "sysinit.target.wants" / self.unit.name
+
+    def arm(self) -> None:
+        self.guard.arm([str(self.file)], [["touch", str(self.told)]])
+        self.file.write_text("after")
+
+    def boot(self) -> None:
+        """What systemd does with the unit's command."""
+        text = self.unit.read_text()
+        command = next(line for line in text.splitlines() if line.startswith("ExecStart="))
+        subprocess.run(shlex.split(command.partition("=")[2]), check=True, timeout=30)
+
+
+@pytest.fixture(name="boot")
+def fixture_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
+    return Boot(tmp_path, monkeypatch)
+
+
+def test_a_boot_before_the_confirmation_takes_files_back(boot: Boot) -> None:
+    boot.arm()
+    text = boot.unit.read_text()
+    assert boot.link.resolve() == boot.unit
+    assert {"ssh.service", "ssh.socket", "sshd.service"} <= set(re.findall(r"(?m)^Before=(.*)$", text)[0].split())
+    boot.boot()
+    assert boot.file.read_text() == "before"
+    assert not boot.told.exists(), "sshd, which has not started yet, is not waited for"
+    assert boot.guard.state() == "rolled_back"
+    assert not boot.link.is_symlink()
+    assert not boot.unit.exists()
+
+
+def test_a_node_that_goes_down_in_the_middle_of_it(boot: Boot) -> None:
+    boot.arm()
+    os.rename(boot.guard.armed, boot.guard.rolled_back)  # noqa: PTH104 - as the script does, which gets no further
+    boot.boot()
+    assert boot.file.read_text() == "before"
+    assert not boot.unit.exists()
+
+
+@pytest.mark.parametrize("end", ["confirm", "revert"])
+def test_no_unit_is_left(boot: Boot, end: str) -> None:
+    boot.arm()
+    if end == "confirm":
+        assert boot.guard.confirm(boot.guard.token)
+    else:
+        boot.guard.revert()
+        assert boot.told.exists()
+    assert boot.file.read_text() == ("after" if end == "confirm" else "before")
+    assert not boot.link.is_symlink()
+    assert not boot.unit.exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -90,6 +90,15 @@ def test_keys_are_added_beside_those_of_others(host: Host) -> None:
     assert not host.module(authorized_keys=[ONE, TWO])["changed"]
 
 
+def test_lines_of_others_stay_to_the_letter(host: Host) -> None:
+    host.file.parent.mkdir(mode=0o700)
+    foreign = "ssh-ed25519 AAAAhis his \u2028 key\r\n# \x0c page\n".encode()
+    host.file.write_bytes(foreign)
+    host.module(authorized_keys=[ONE])
+    assert host.file.read_bytes().startswith(foreign + b"# BEGIN")
+    assert not host.module(authorized_keys=[ONE])["changed"]
+
+
 def test_a_folder_is_made_for_the_first_key(host: Host) -> None:
     host.module(authorized_keys=[ONE])
     assert host.file.parent.stat().st_mode & 0o777 == 0o700
@@ -99,23 +108,39 @@ def test_a_folder_is_made_for_the_first_key(host: Host) -> None:
 def test_a_removed_key_has_to_be_confirmed(host: Host) -> None:
     host.module(authorized_keys=[ONE, TWO])
     result = host.module(authorized_keys=[ONE])
-    assert result["guard"] == {"name": "keys", "seconds": 60}
+    assert (result["guard"]["name"], result["guard"]["seconds"]) == ("keys", 60)
     assert "AAAAtwo" not in host.file.read_text()
     assert host.module(step="status")["state"] == "armed"
-    assert host.module(step="confirm")["confirmed"]
+    assert not host.module(step="confirm")["confirmed"], "by nobody who does not know what"
+    assert host.module(step="confirm", guard=result["guard"])["confirmed"]
     assert not host.module(authorized_keys=[ONE])["changed"]
 
 
 def test_not_confirmed_is_taken_back(host: Host) -> None:
     host.module(authorized_keys=[ONE, TWO])
     before = host.file.read_text()
-    host.module(authorized_keys=[TWO], seconds=1)
+    late = host.module(authorized_keys=[TWO], seconds=1)
     assert "AAAAone" not in host.file.read_text()
     end = time.monotonic() + 15
     while host.file.read_text() != before:
         assert time.monotonic() < end
         time.sleep(0.1)
-    assert not host.module(step="confirm")["confirmed"]
+    assert not host.module(step="confirm", guard=late["guard"])["confirmed"]
+
+
+def test_the_guard_outlives_a_boot(host: Host) -> None:
+    """What was taken away is a file that stays, so what brings it back has to stay, too."""
+    host.module(authorized_keys=[ONE, TWO])
+    host.module(authorized_keys=[TWO])
+    assert list((host.root / "var/lib/ironrack-guard/keys").glob("rollback.*"))
+
+
+def test_two_controllers(host: Host) -> None:
+    host.module(authorized_keys=[ONE, TWO])
+    host.module(authorized_keys=[TWO], guard={"by": "a@one"})
+    refused = host.module(authorized_keys=[ONE], guard={"by": "b@two"})
+    assert "a@one has changed this node" in refused["msg"]
+    assert "AAAAone" not in host.file.read_text()
 
 
 def test_an_interrupted_run_is_taken_back_first(host: Host) -> None:
@@ -133,7 +158,7 @@ def test_exclusive_keeps_what_is_listed_and_the_peers(host: Host) -> None:
     assert "AAAAone" not in text
     assert text.count("AAAAtwo") == 1
     assert text.count("AAAAthree") == 1
-    host.module(step="confirm")
+    host.module(step="confirm", guard=result["guard"])
     again = host.module(authorized_keys=[TWO], exclusive=True, between=ME)
     assert not again["changed"]
     host.file.write_text(host.file.read_text() + ONE + "\n")

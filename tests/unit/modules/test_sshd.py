@@ -27,7 +27,7 @@ def fixture_sshd(load: Any) -> ModuleType:
 @pytest.fixture(name="node")
 def fixture_node(sshd: ModuleType, tmp_path: Path) -> Any:
     (tmp_path / "etc/ssh/sshd_config.d").mkdir(parents=True)
-    module = SimpleNamespace(params={"seconds": 60}, get_bin_path=lambda *_, **__: "/usr/sbin/sshd")
+    module = SimpleNamespace(params={"seconds": 60, "guard": {}}, get_bin_path=lambda *_, **__: "/usr/sbin/sshd")
     node = sshd.Node(module, str(tmp_path))
     Path(node.config).write_text("Include /etc/ssh/sshd_config.d/*.conf\nUsePAM yes\n")
     return node

@@ -62,7 +62,7 @@ def lets_in(found: dict[str, Any], source: str, port: int, protocol: str = "tcp"
         any(address in ipaddress.ip_network(entry) for entry in rule["networks"])
         and rule["protocol"] == protocol
         and rule["interface"] in (None, interface)
-        and (not rule["ports"] or any(low <= port <= high for low, high in rule["ports"]))
+        and (rule["ports"] is None or any(low <= port <= high for low, high in rule["ports"]))
         for rule in found["rules"]
     )
 
@@ -253,6 +253,34 @@ def test_nobody_to_admit_is_refused() -> None:
         admit(rules(settings={"admin_networks": []}), "")
 
 
+@pytest.mark.parametrize("end", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "192.0.2.1"])
+def test_a_tunnel_says_nothing_of_where_it_began(end: str) -> None:
+    """Let in by loopback, its confirmation would come through whatever the rules are."""
+    server = end if end == "192.0.2.1" else "127.0.0.1"
+    with pytest.raises(FirewallError, match=r"firewall_admin_networks = \[\]: .*tunnel.* -> list"):
+        admit(rules(settings={"admin_networks": []}), f"{end} 50000 {server} 22", ["192.0.2.50"])
+    found = admit(rules(), f"{end} 50000 {server} 2222")
+    assert (found["admin_networks"], found["present"]) == (["10.20.0.0/16"], [])
+
+
+def test_a_connection_that_sshd_does_not_know() -> None:
+    with pytest.raises(FirewallError, match=r"firewall_admin_networks = \[\]"):
+        admit(rules(settings={"admin_networks": []}), "UNKNOWN 65535 UNKNOWN 65535")
+    assert admit(rules(), "UNKNOWN 65535 UNKNOWN 65535")["admin_networks"] == ["10.20.0.0/16"]
+
+
+def test_two_controllers_do_not_shut_each_other_out() -> None:
+    nobody = rules(settings={"admin_networks": []})
+    assert any("firewall_admin_networks is empty" in warning for warning in nobody["warnings"])
+    assert not any("firewall_admin_networks" in warning for warning in rules()["warnings"])
+    found = admit(nobody, "192.0.2.44 50000 192.0.2.1 22", ["192.0.2.7", "192.0.2.44"])
+    assert found["present"] == ["192.0.2.44", "192.0.2.7"]
+    assert lets_in(found, "192.0.2.7", 22, interface="eth0")
+    assert "set present_4" in nft.render(found), "where the next one finds them"
+    listed = admit(rules(), "192.0.2.44 50000 192.0.2.1 22", ["192.0.2.7"])
+    assert not lets_in(listed, "192.0.2.7", 22, interface="eth0"), "who lists networks means them"
+
+
 def test_another_port_of_sshd_is_refused() -> None:
     with pytest.raises(FirewallError, match=r"firewall_ssh_ports = .*2222"):
         admit(rules(), "10.20.1.1 50000 10.20.0.1 2222")
@@ -269,6 +297,15 @@ def test_another_port_of_sshd_is_refused() -> None:
         ({"client_networks": ["everybody"]}, "firewall_client_networks = everybody"),
         ({"ssh_ports": []}, "firewall_ssh_ports"),
         ({"ssh_ports": [70000]}, "firewall_ssh_ports = 70000"),
+        ({"gateway_ports": []}, "firewall_gateway_ports = []"),
+        ({"gateway_ports": None}, "firewall_gateway_ports = None"),
+        ({"ssh_ports": "22"}, "firewall_ssh_ports = 22: is not a list"),
+        ({"admin_networks": "10.0.0.0/8"}, "firewall_admin_networks = 10.0.0.0/8: is not a list"),
+        ({"admin_networks": ["fe80::1%eth0"]}, "write fe80::1"),
+        ({"client_networks": ["::ffff:10.0.0.0/104"]}, "write 10.0.0.0/8"),
+        ({"monitoring_networks": ["224.0.0.0/4"]}, "firewall_monitoring_networks = 224.0.0.0/4: is multicast"),
+        ({"extra": [{"from": ["ff02::1"], "ports": [1]}]}, "firewall_extra[0].from = ff02::1: is multicast"),
+        ({"trusted_interfaces": ["eth0*"]}, "firewall_trusted_interfaces = eth0*"),
         ({"gateway_ports": ["443-445"]}, "firewall_gateway_ports = 443-445"),
         ({"ephemeral_ports": "50000"}, "firewall_ephemeral_ports = 50000"),
         ({"ephemeral_ports": "1024-60999"}, "begins below 32768"),
@@ -293,6 +330,19 @@ def test_problems_name_variable_and_remedy(settings: dict[str, Any], words: str)
 def test_a_gateway_that_nobody_knows() -> None:
     with pytest.raises(FirewallError, match=r"cluster_address = \(not set\) \(gw\)"):
         rules(groups={"gateway": ["gw"]})
+
+
+@pytest.mark.parametrize("name", ['eth0" accept; #', "eth0*", "", "a" * 16])
+def test_a_name_that_nft_would_take_for_more(name: str) -> None:
+    with pytest.raises(FirewallError, match="cluster_interface = "):
+        rules(interface=name)
+    with pytest.raises(ValueError, match="not the name of an interface"):
+        nft.render({**rules(), "trusted_interfaces": [name]})
+    found = rules()
+    for rule in found["rules"]:
+        rule["interface"] = name or "*"
+    with pytest.raises(ValueError, match="not the name of an interface"):
+        nft.render(found)
 
 
 def test_no_interface() -> None:
@@ -333,6 +383,36 @@ def test_text(mode: str) -> None:
     first_rule = next(number for number, line in enumerate(body) if "comment" in line)
     for kind in ("packet-too-big", "destination-unreachable", "nd-neighbor-solicit"):
         assert any(kind in line for line in body[:first_rule]), kind
+
+
+LISTS = [name for name, value in firewall.DEFAULTS.items() if isinstance(value, list)]
+
+
+@pytest.mark.parametrize("mode", ["trusted_cluster", "strict_ports"])
+@pytest.mark.parametrize("empty", [[], *([name] for name in LISTS), LISTS])
+def test_only_the_cluster_gets_in_without_a_port(mode: str, empty: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever list is empty: everything at every port is for the cluster's nodes alone, on their interface."""
+    monkeypatch.setattr(firewall, "check", lambda _settings: [])
+    settings = {name: ["192.0.2.0/24"] for name in ("admin_networks", "client_networks", "monitoring_networks")}
+    settings |= {"extra": [{"from": ["192.0.2.0/24"], "ports": [1]}], "time_serve": []}
+    settings |= {name: [] for name in empty}
+    for host in ("n1", "n2", "gw"):
+        found = rules(
+            host,
+            mode,
+            groups={"gateway": ["gw"], "observability": ["mon"]},
+            addresses={"gw": "10.77.1.50", "mon": "10.77.1.60"},
+            settings={"admin_networks": [], **settings},
+        )
+        found["rules"] += [{**rule, "ports": []} for rule in found["rules"]]
+        lines = [line for line in nft.render(found).splitlines() if "comment" in line]
+        open_lines = [line for line in lines if " dport " not in line]
+        assert all("@cluster_" in line and 'iifname "eth1"' in line for line in open_lines)
+        assert len(open_lines) == (1 if mode == "trusted_cluster" and host != "gw" else 0)
+
+
+def test_dhcp_is_not_for_the_cluster() -> None:
+    assert 'iifname != "eth1" udp sport 67 udp dport 68 accept' in nft.render(rules())
 
 
 def in_namespace(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:

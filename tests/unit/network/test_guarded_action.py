@@ -32,6 +32,7 @@ class Action(GuardedAction):
         self.clock = clock
         self.answers = answers
         self.calls: list[tuple[str, Any]] = []
+        self.guards: list[dict[str, str]] = []
         self._connection = "first"
 
     def arguments(self, task_vars: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +43,7 @@ class Action(GuardedAction):
 
     def _step(self, step: str, arguments: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         self.calls.append((step, self._connection))
+        self.guards.append(arguments["guard"])
         self.clock.now += 1
         given = self.answers[step]
         answer = given.pop(0) if len(given) > 1 else given[0]
@@ -58,7 +60,7 @@ def fixture_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-APPLIED = {"changed": True, "guard": {"name": "firewall", "seconds": 20}}
+APPLIED = {"changed": True, "guard": {"name": "firewall", "seconds": 20, "token": "t1"}}
 LOST = AnsibleConnectionFailure("Connection timed out")
 HOST = {"inventory_hostname": "n1"}
 
@@ -68,6 +70,17 @@ def test_confirmed_over_a_fresh_connection(clock: Clock) -> None:
     assert action.run(task_vars=HOST) == {"changed": True}
     assert action.calls == [("apply", "first"), ("confirm", "fresh")]
     assert action._connection == "first"
+    assert action.guards == [{"by": nft_ruleset.whoever()}, {"token": "t1"}], "nobody else's change is confirmed"
+
+
+def test_replaced_by_another_run(clock: Clock) -> None:
+    action = Action(clock, apply=[APPLIED], confirm=[{"confirmed": False}], status=[{"state": "replaced"}])
+    result = action.run(task_vars=HOST)
+    assert result["failed"]
+    assert not result["changed"]
+    assert "another run has changed the node since" in result["msg"]
+    assert action.guards[-1] == {"token": "t1"}
+    assert clock.now < 20, "nothing to wait for"
 
 
 def test_tried_again_until_it_comes_through(clock: Clock) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import random
 import re
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.filter.network_preflight import network_preflight
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import probe_groups, probe_html, probe_peers
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.network.probe import CHECKS, judge
 
@@ -368,6 +371,131 @@ def test_service_that_went_away_is_no_closed_port() -> None:
 # --- who answers -----------------------------------------------------------------------------------------------------
 
 
+MUTE = {**OPEN, "answered_by": None, "error": "connected, but no listener answered: timeout"}
+
+
+def test_everything_open_and_no_listener() -> None:
+    """A SYN proxy, or a listener that hangs: connections alone prove nothing."""
+    probes = measured(4)
+    for name in ("n1", "n3", "n4"):
+        block(probes, [name], ["n2"], MUTE)
+    finding = only(probes, "net_identity")
+    assert (finding["status"], finding["targets"]) == ("fail", ["n2"])
+    assert finding["nodes"] == ["n1", "n3", "n4"]
+    assert "something accepts connections at every port of 10.77.1.2" in finding["measured"]
+    cell = judge(probes, plan(4))["matrix"]["n1"]["n2"]
+    assert (cell["status"], cell["open"]) == ("fail", 0)
+
+
+def test_nobody_is_who_it_should_be() -> None:
+    probes = measured(2)
+    block(probes, ["n1", "n2"], ["n1", "n2"], MUTE)
+    report = judge(probes, plan(2))
+    assert report["verdict"] == "fail"
+    assert {finding["check"] for finding in report["findings"]} == {"net_identity"}
+
+
+@pytest.mark.parametrize("kind", ["pinned", "random", "control"])
+def test_a_squatter_at_one_port(kind: str) -> None:
+    """Without the system's word too: what was held for the test must say its name."""
+    the_plan = plan(3)
+    probes = measured(3)
+    attempt = next(entry for entry in probes["n2"]["peers"]["n1"]["tcp"] if entry["kind"] == kind)
+    attempt["answered_by"] = None
+    finding = only(probes, "net_identity", listeners=listeners(the_plan))
+    assert finding["pairs"] == [["n2", "n1"]]
+    assert f"at port {attempt['port']} of 10.77.1.1" in finding["measured"]
+
+
+def test_a_service_says_no_name() -> None:
+    the_plan = plan(2)
+    listening = listeners(the_plan)
+    listening["n1"] |= {"held": [], "busy": [6379]}
+    probes = measured(2)
+    attempt = next(entry for entry in probes["n2"]["peers"]["n1"]["tcp"] if entry["port"] == 6379)
+    attempt["answered_by"] = None
+    assert found(probes, listeners=listening) == []
+
+
+def test_another_run_says_nothing_of_the_ports() -> None:
+    probes = measured(3)
+    for attempt in probes["n1"]["peers"]["n2"]["tcp"]:
+        attempt.update(TIMEOUT if attempt["kind"] == "random" else {"answered_by": "n2 of another run"})
+    probes["n1"]["peers"]["n2"]["identity"] = "n2 of another run"
+    finding = only(probes, "net_identity")
+    assert (finding["status"], finding["pairs"]) == ("warn", [["n1", "n2"]])
+
+
+# --- results that are broken -----------------------------------------------------------------------------------------
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every key and index below a value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, each in inner for place in [(*path, key), *places(each, (*path, key))]]
+
+
+GARBAGE: list[Any] = [None, True, -1, 1.5, 10**400, float("nan"), float("inf"), "", "x", "\0", [], [None], [1], {}]
+GARBAGE += [{"a": None}, [["x"]], {"x": {"y": 1}}]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_broken_result_still_gives_a_report(seed: int) -> None:
+    chance = random.Random(seed)  # noqa: S311 - the same each time
+    well, the_plan = measured(3), plan(3)
+    well["n1"]["peers"]["n3"]["bandwidth"] = {"mbit_s": 900.0, "seconds": 3.0, "streams": 4, "tool": "sockets"}
+    well["n1"]["peers"]["n2"]["mtu"] |= {"ok": False, "largest": 1400}
+    everywhere = places(well["n1"])
+    for _ in range(60):
+        probes = copy.deepcopy(well)
+        for path in chance.sample(everywhere, chance.choice([1, 1, 1, 3])):
+            place: Any = probes["n1"]
+            try:
+                for key in path[:-1]:
+                    place = place[key]
+                if chance.random() < 0.3:
+                    del place[path[-1]]
+                else:
+                    place[path[-1]] = chance.choice(GARBAGE)
+            except (KeyError, IndexError, TypeError):
+                continue  # gone with what was replaced before
+        report = judge(probes, the_plan, listeners=listeners(the_plan))
+        assert probe_html.render(report)
+        assert {item["id"] for item in report["checks"]} == set(CHECKS)
+        broken = [finding for finding in report["findings"] if finding["check"] == "net_probed"]
+        assert all(finding["nodes"] == ["n1"] for finding in broken), "the others are well"
+        json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("<html>", "the result is '<html>', which cannot be"),
+        (["x"], "the result is "),
+        ({"peers": {"n2": {"tcp": [{"port": 1, "kind": "pinned"}]}}}, "peers.n2.tcp[0].result is missing"),
+        ({"peers": {"n2": {"clock": {"offset_s": "soon"}}}}, "peers.n2.clock.offset_s is 'soon'"),
+        ({"peers": {"n9": {}}}, "peers.n9 is no node of the plan"),
+        ({"interface": {"mtu": float("nan")}}, "interface.mtu is 'nan'"),
+    ],
+)
+def test_a_broken_result_is_named(result: Any, words: str) -> None:
+    probes = {**measured(3), "n3": result}
+    finding = only(probes, "net_probed")
+    assert (finding["status"], finding["nodes"]) == ("fail", ["n3"])
+    assert f"the measurement of n3 cannot be read: {words}" in finding["measured"]
+    assert judge(probes, plan(3))["missing"] == ["n3"]
+
+
+def test_text_that_is_no_result_is_named_too() -> None:
+    probes = {name: {"json": json.dumps(probe)} for name, probe in measured(3).items()}
+    report = network_preflight({**probes, "n3": {"json": "Traceback"}}, plan(3))
+    assert [(finding["check"], finding["nodes"]) for finding in report["findings"]] == [("net_probed", ["n3"])]
+    assert "Traceback" in report["html"]
+
+
+# --- names, addresses ------------------------------------------------------------------------------------------------
+
+
 def change(probes: Probes, path: str, value: Any) -> None:
     """Set a value at a path such as n1/peers/n2/identity."""
     *folders, last = path.split("/")
@@ -476,6 +604,21 @@ def test_cloned_hardware_address() -> None:
     assert "n1, n4 have the same hardware address 02:00:00:00:00:aa" in finding["measured"]
 
 
+def test_a_node_with_another_ones_address_is_no_firewall() -> None:
+    """n2 has n1's address too: what it sends to n1 never leaves it, and n1 gets no answers. No port is closed."""
+    probes = measured(3)
+    there = probes["n2"]["peers"]["n1"]
+    there |= {"identity": "n2", "route": {"dev": "lo", "src": "10.77.1.1", "gateway": None}}
+    for attempt in there["tcp"]:
+        attempt.update(REFUSED if attempt["kind"] == "random" else {"answered_by": "n2"})
+    for attempt in probes["n1"]["peers"]["n2"]["tcp"]:
+        attempt.update(TIMEOUT)
+    probes["n1"]["duplicate"] = ["02:00:00:00:00:02"]
+    checks = {finding["check"] for finding in found(probes)}
+    assert "net_duplicate_address" in checks
+    assert not checks & {"net_connect", "net_ports_random", "net_ports_pinned", "net_partition"}
+
+
 def test_gateway_and_infiniband_have_other_hardware_addresses() -> None:
     probes = measured(2)
     probes["n1"]["peers"]["n2"] |= {
@@ -570,6 +713,19 @@ def test_clock_that_is_off(count: int) -> None:
     assert not found(probes, settings={"clock_seconds": 100})
 
 
+def test_clocks_are_compared_by_way_of_others() -> None:
+    """n1 and n2 do not see each other, and one direction to n3 is lost: n3 alone is wrong, by all of it."""
+    probes = measured(3)
+    for name, probe in probes.items():
+        for other, peer in probe["peers"].items():
+            peer["clock"]["offset_s"] = 90.0 * ((other == "n3") - (name == "n3"))
+    probes["n1"]["peers"]["n2"]["clock"] = probes["n2"]["peers"]["n1"]["clock"] = None
+    probes["n2"]["peers"]["n3"]["clock"] = None
+    finding = only(probes, "net_clock")
+    assert finding["nodes"] == ["n3"]
+    assert "n3 +90.0 s" in finding["measured"]
+
+
 def speeds(probes: Probes, usual: float, link: int | None = None, **slow: float) -> None:
     for probe in probes.values():
         probe["interface"]["speed_mbit"] = link
@@ -633,6 +789,17 @@ def test_gloo() -> None:
     none = {name: {"tested": False, "why": "no runtime yet"} for name in results}
     report = judge(measured(3), plan(3), results={"gloo": none})
     assert status(report, "net_gloo") == ("skip", "not tested: no runtime yet")
+
+
+def test_nccl() -> None:
+    """More of it is in test_bandwidth.py."""
+    alone: dict[str, Any] = {"kind": "alone", "nodes": ["n1"], "why": None, "ok": False, "warnings": [], "via": {}}
+    result = {"gpus": ["slot"] * 2, "devices": [], "variables": {}, "runs": [{**alone, "error": "CUDA error 802"}]}
+    finding = only(measured(2), "net_nccl", results={"nccl": {"n1": result}})
+    assert (finding["nodes"], finding["measured"]) == (["n1"], "n1 alone: CUDA error 802")
+    assert "Fabric Manager" in finding["remedy"]
+    report = judge(measured(2), plan(2))
+    assert status(report, "net_nccl") == ("skip", "not tested: preflight_network=full tests it")
 
 
 def test_every_check_has_a_fault_here() -> None:

@@ -24,7 +24,8 @@ LOCAL = ssh.Connection("root")
 def key(name: str, kind: str = "ssh-ed25519") -> ssh.Key:
     """A key that is none, but looks like one: the same for the same name."""
     body = hashlib.sha256(name.encode()).digest()
-    packed = b"".join(struct.pack(">I", len(part)) + part for part in (kind.encode(), body))
+    parts = [kind.encode(), body] if kind == "ssh-ed25519" else [kind.encode(), b"\x01\x00\x01", body]
+    packed = b"".join(struct.pack(">I", len(part)) + part for part in parts)
     return ssh.Key(kind, base64.b64encode(packed).decode())
 
 
@@ -58,6 +59,25 @@ def test_parse_key() -> None:
         assert ssh.parse_key(text) is None
 
 
+@pytest.mark.parametrize(
+    "options", [["-t", "ed25519"], ["-t", "rsa"], *[["-t", "ecdsa", "-b", b] for b in ("256", "521")]]
+)
+def test_keys_of_ssh_keygen(tmp_path: Path, options: list[str]) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", str(tmp_path / "key"), *options], check=True)
+    text = (tmp_path / "key.pub").read_text()
+    assert ssh.check({"authorized_keys": [text]}) == []
+    kind, blob, *_ = text.split()
+    for cut in range(4, len(blob), 4):
+        assert ssh.parse_key(f"{kind} {blob[:-cut]}") is None
+
+
+def test_lines_end_where_others_see_their_end() -> None:
+    foreign = "old\u2028name \x0c x\r\n\nlast"
+    text = ssh.pin(foreign, "gpu1", ["gpu1"], [key("a")])
+    assert text == f"{foreign}\ngpu1 {key('a')} ironrack:gpu1\n"
+    assert ssh.pinned(f"# \u2028{text.splitlines()[-1]}", "gpu1") == [], "a comment"
+
+
 # Variables
 
 
@@ -87,6 +107,16 @@ def test_defaults_are_fine() -> None:
         ({"confirm_seconds": 5}, ["ssh_confirm_seconds = 5", "take 60"]),
         ({"confirm_seconds": True}, ["ssh_confirm_seconds = True"]),
         ({"authorized_keys": ["ssh-ed25519 nonsense"]}, ["ssh_authorized_keys[0] = ssh-ed25519 nonsense"]),
+        ({"authorized_keys": [f"# {key('a')}"]}, ["ssh_authorized_keys[0] = # ssh-ed25519"]),
+        ({"authorized_keys": [f"key: {key('a')}"]}, ["ssh_authorized_keys[0] = key: ssh"]),
+        ({"authorized_keys": [f"restrct {key('a')}"]}, ["ssh_authorized_keys[0] = restrct"]),
+        ({"authorized_keys": [f"{key('a')} x\rssh-rsa y"]}, ["ssh_authorized_keys[0] = ssh-ed25519"]),
+        ({"authorized_keys": [str(key("a"))[:-8]]}, ["not the whole of one"]),
+        ({"authorized_keys": [f"{key('a')}AAAA"]}, ["not the whole of one"]),
+        ({"settings": {"PermitRootLogin": "maybe"}}, ["PermitRootLogin = maybe", "choose yes, no, prohibit-password"]),
+        ({"settings": {"X11Forwarding": "true"}}, ["ssh_settings.X11Forwarding = true", "choose yes, no"]),
+        ({"settings": {"MaxAuthTries": "few"}}, ["ssh_settings.MaxAuthTries = few", "a number"]),
+        ({"settings": {"LoginGraceTime": "soon"}}, ["ssh_settings.LoginGraceTime = soon", "2m"]),
         ({"authorized_keys_exclusive": True}, ["ssh_authorized_keys = []", "nobody could log in"]),
         ({"host_key_fingerprint": "MD5:aa"}, ["ssh_host_key_fingerprint = MD5:aa (gpu1)", "ssh-keygen -lf"]),
         ({"accept_changed_host_keys": ["gpu3"]}, ["ssh_accept_changed_host_keys = gpu3"]),
@@ -100,6 +130,24 @@ def test_wrong_variables_are_named_with_a_remedy(settings: dict[str, Any], words
     assert " -> " in found[0]
     for word in words:
         assert word in found[0]
+
+
+def test_what_sshd_takes_is_taken() -> None:
+    keys = [
+        f'from="10.0.0.0/8,fd00::/8",command="echo \\"a b\\"",no-X11-forwarding,NO-PTY {key("a")} a b \u2028 c',
+        f"restrict\t{key('b')}",
+    ]
+    assert problems(authorized_keys=keys) == []
+    settings = {
+        "PermitRootLogin": "without-password",
+        "X11Forwarding": True,
+        "MaxAuthTries": 4,
+        "LoginGraceTime": "1m30s",
+        "LogLevel": "debug3",
+        "GatewayPorts": "clientspecified",
+        "PrintMotd": None,
+    }
+    assert problems(settings=settings) == []
 
 
 def test_a_private_key_is_not_repeated() -> None:
@@ -181,6 +229,9 @@ def test_probe() -> None:
     assert ssh.read_probe("user root\nhome /root\nssh \n") == (ssh.Connection("root", home="/root"), [])
     found, _ = ssh.read_probe("user ops\nssh fe80::1%eth0 1 fe80::2%eth0 22\n")
     assert (found.client, found.server) == ("fe80::1", "fe80::2")
+    # What sshd writes where the other end has no address.
+    found, keys = ssh.read_probe(f"user ops\nhome /h\nssh UNKNOWN 65535 UNKNOWN 65535\nkey {first}\n")
+    assert (found, keys) == (ssh.Connection("ops", home="/h"), [first])
 
 
 @pytest.mark.parametrize("config", ["", "HostKeyAlgorithms +ssh-rsa\n", "  hostkey {0}/special\nHostKeyAgent none\n"])

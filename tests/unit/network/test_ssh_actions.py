@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,25 @@ def test_hosts_write_at_the_same_time(tmp_path: Path) -> None:
 def test_a_check_writes_nothing(tmp_path: Path) -> None:
     assert ssh_keys.change(tmp_path / "new/file", lambda text: text + "x", True) == ("", "x")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_file_of_its_own_is_written(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "link", Path("/dev/null"), tmp_path / "pipe/below"):
+        for check in (True, False):
+            with pytest.raises(AnsibleError, match=r"(?s)ssh_known_hosts_file = .* -> name"):
+                ssh_keys.change(path, lambda text: text + "x", check)
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_file_keeps_its_mode_and_the_ends_of_its_lines(tmp_path: Path) -> None:
+    file = tmp_path / "known_hosts"
+    file.write_bytes(b"by hand\r\n\xff\n")
+    file.chmod(0o600)
+    ssh_keys.change(file, lambda text: text + "x\n", False)
+    assert file.read_bytes() == b"by hand\r\n\xff\nx\n"
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 class Connection:
