@@ -86,7 +86,7 @@ def test_the_switch_has_small_packets(bridge: Bridge, family: int, size: int) ->
     for node in (n1, n2):
         node.ip("link set eth0 mtu 9000")
     bridge.switch.ip(f"link set eth0-2 mtu {size}")
-    mtu = n1.probe(n2, duplicates=False)["peers"]["n2"]["mtu"]
+    mtu = n1.probe(n2, duplicates=False, timeout=4.0)["peers"]["n2"]["mtu"]
     assert mtu == {"tried": 9000, "ok": False, "largest": size, "by": "udp", "error": None}
 
 
@@ -112,7 +112,8 @@ def test_a_router_has_small_packets(bridge: Bridge, family: int, by: str) -> Non
     n3.listen(random=0)
     if by == "udp":
         n3.drop("icmp type echo-request" if family == 4 else "icmpv6 type echo-request")
-    seen = n1.probe(n3, duplicates=False)["peers"]["n3"]
+    # By UDP two kernels have to find neighbours and a process has to answer before the first datagram is back.
+    seen = n1.probe(n3, duplicates=False, timeout=4.0)["peers"]["n3"]
     assert (seen["route"]["gateway"], seen["mac"]) == (router.address, None)
     assert seen["mtu"] == {"tried": 1500, "ok": False, "largest": 1400, "by": by, "error": None}
     # What the kernel has learnt of the path meanwhile does not count.
@@ -309,7 +310,7 @@ def test_without_root(bridge: Bridge) -> None:
     n1.ip("address add 10.9.0.99/24 dev eth0")
     n1.as_user = 65534
     n1.run("sysctl", "-qw", "net.ipv4.ping_group_range=1 0")
-    found = n1.probe(n2)
+    found = n1.probe(n2, timeout=4.0)
     assert (found["duplicate"], found["duplicate_error"]) == (None, "only root may listen on the link: run with become")
     assert found["peers"]["n2"]["mtu"]["by"] == "udp"
     assert found["peers"]["n2"]["identity"] == "n2"
