@@ -171,6 +171,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.ironrack.vllm.plugins.module_utils import net_wire
 
 BACKLOG = 4096
+STRANGER_SECONDS = 0.5  # to read the name: a reset takes away what was not read yet
 GREETED_SECONDS = 5  # for a client to go again, or to show that it belongs to the run
 UNKNOWN_MOST = 512  # connections from one address that did not show it; a node of the run needs a few dozen
 CONNECTIONS_MOST = 8192
@@ -285,6 +286,8 @@ class Listener:
             await self.loop.sock_sendall(sock, net_wire.line(node=self.node, id=self.identity, port=port))
             if self.lets_in(address):
                 await serve(sock, address)
+            else:
+                await asyncio.sleep(STRANGER_SECONDS)
 
     async def greet(self, sock, _):
         await asyncio.wait_for(self.loop.sock_recv(sock, 1), GREETED_SECONDS)
