@@ -348,16 +348,24 @@ class Engine:
 
     def containers(self, lab):
         """Name -> (digest, running) of the lab's containers."""
-        names = self("ps", "-aq", "--filter", f"label={LAB}={lab}").split()
-        if not names:
-            return {}
-        found = {}
-        for item in json.loads(self("inspect", "--type", "container", *names)):
+        names = self("ps", "-a", "--format", "{{.Names}}", "--filter", f"label={LAB}={lab}").split()
+        # Of one whose removal was killed the engine knows the name and nothing else: it fits no declaration.
+        found = dict.fromkeys(names, (None, False))
+        for item in self.inspected(names):
             labels = item["Config"]["Labels"] or {}
             state = item["State"]
             running = bool(state["Running"]) and not state.get("Paused")
             found[item["Name"].lstrip("/")] = (labels.get(DIGEST), running)
         return found
+
+    def inspected(self, names):
+        """What the engine tells of containers; nothing of those that it cannot inspect."""
+        if not names:
+            return []
+        try:
+            return json.loads(self("inspect", "--type", "container", *names))
+        except EngineError:
+            return [item for name in names for item in self.inspected([name])] if len(names) > 1 else []
 
     def networks(self, lab):
         """Name -> digest of the lab's networks."""

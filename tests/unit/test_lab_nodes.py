@@ -230,7 +230,7 @@ def test_archive_names_owners() -> None:
 
 def test_inspection_of_both_engines_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
-        "ps": "1 2",
+        "ps": "n1\nn2\n",
         "inspect": json.dumps(
             [
                 {"Name": "/n1", "Config": {"Labels": {"ironrack.digest": "d"}}, "State": {"Running": True}},
@@ -240,3 +240,24 @@ def test_inspection_of_both_engines_is_understood(monkeypatch: pytest.MonkeyPatc
     }
     monkeypatch.setattr(lab_nodes.Engine, "__call__", lambda _self, *arguments, **_: answers[arguments[0]])
     assert lab_nodes.Engine(["e"]).containers("demo") == {"n1": ("d", True), "n2": (None, False)}
+
+
+def test_a_container_whose_removal_was_killed_is_removed_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its storage is gone and its name is not: inspecting it fails, and with it everything that asks for all nodes."""
+    sound = {"Name": "n1", "Config": {"Labels": {"ironrack.digest": "d"}}, "State": {"Running": True}}
+
+    def engine(_self: Any, *arguments: str, **_: Any) -> str:
+        if arguments[0] == "ps":
+            return "n1\nn2\n"
+        if "n2" in arguments:
+            raise lab_nodes.EngineError("inspect failed with code 125: container not known")
+        return json.dumps([sound])
+
+    monkeypatch.setattr(lab_nodes.Engine, "__call__", engine)
+    found = lab_nodes.Engine(["e"]).containers("demo")
+    assert found == {"n1": ("d", True), "n2": (None, False)}
+
+    fake = FakeEngine()
+    reconcile(fake)
+    fake.made["n2"]["digest"] = None
+    assert reconcile(fake)[0] == ["create node n2", "install 1 files in node n2", "remove node n2"]
