@@ -149,13 +149,18 @@ def edit(text, entries, hostname, kernel_name):
             found = split_line(line)
             if found and hostname in found[1]:
                 moved += own_names(hostname, kernel_name, found[1])
-        moved.append(kernel_name)
     others = {name for entry in entries if entry is not mine for name in entry["names"]}
+
+    def usable(name):
+        return name not in others and not is_localhost(name)
+
     lines = [BEGIN]
     for entry in entries:
-        names = list(entry["names"])
+        names = entry["names"]
         if entry is mine:
-            names += [name for name in moved if name not in others and not is_localhost(name)]
+            # The first name is the host's full one (hostname -f), so what a line began with stays in front.
+            before, after = ([name for name in part if usable(name)] for part in (moved, [kernel_name]))
+            names = [*before, *names, *after]
         lines.append(f"{entry['address']}\t{' '.join(dict.fromkeys(names))}")
     lines.append(END)
     new = (lines if entries else []) + kept

@@ -34,10 +34,18 @@ def test_debian_default(edit: Callable[..., tuple[str, list[str]]]) -> None:
     text, conflicts = edit(DEBIAN)
     lines = text.splitlines()
     assert lines[0].startswith("# BEGIN ironrack")
-    assert lines[1:4] == ["10.77.1.11\tn1 n1.example.org", "10.77.1.12\tn2", "# END ironrack"]
+    assert lines[1:4] == ["10.77.1.11\tn1.example.org n1", "10.77.1.12\tn2", "# END ironrack"]
     assert lines[4:] == ["127.0.0.1\tlocalhost", "", "# IPv6", "::1 localhost ip6-localhost"]
     assert conflicts == []
     assert edit(text) == (text, []), "a second run finds nothing to do"
+
+
+def test_full_name_of_the_inventory_stays_in_front(edit: Callable[..., tuple[str, list[str]]]) -> None:
+    """hostname -f prints the first name of the line."""
+    text, _ = edit(
+        "127.0.0.1 localhost\n", [{"address": "10.77.1.11", "names": ["n1.example.org"]}], "n1.example.org", "n1"
+    )
+    assert "10.77.1.11\tn1.example.org n1\n" in text
 
 
 def test_other_names_of_the_line_stay(edit: Callable[..., tuple[str, list[str]]]) -> None:
@@ -47,7 +55,7 @@ def test_other_names_of_the_line_stay(edit: Callable[..., tuple[str, list[str]]]
 
 def test_kernel_name_that_is_not_the_inventory_name(edit: Callable[..., tuple[str, list[str]]]) -> None:
     text, _ = edit("127.0.1.1 srv17.example.org srv17\n", kernel="srv17")
-    assert "10.77.1.11\tn1 srv17.example.org srv17\n" in text
+    assert "10.77.1.11\tsrv17.example.org srv17 n1\n" in text
     assert "127.0.1.1" not in text
     assert edit(text, kernel="srv17")[0] == text
 
@@ -74,7 +82,7 @@ def test_address_that_changes_moves_with_its_names(edit: Callable[..., tuple[str
     text, _ = edit(DEBIAN)
     moved = [{"address": "10.99.1.11", "names": ["n1"]}]
     text, _ = edit(text, entries=moved)
-    assert "10.99.1.11\tn1 n1.example.org\n" in text
+    assert "10.99.1.11\tn1.example.org n1\n" in text
     assert "10.77.1" not in text
 
 
@@ -217,14 +225,14 @@ SIX = [{"address": "fd00:77:1::11", "names": ["n1"]}, {"address": "fd00:77:1::12
 def test_file_of_cloud_init(edit: Callable[..., tuple[str, list[str]]]) -> None:
     text, conflicts = edit(CLOUD_INIT)
     assert "127.0.1.1" not in text
-    assert "10.77.1.11\tn1 n1.example.org\n" in text
+    assert "10.77.1.11\tn1.example.org n1\n" in text
     assert text.endswith(CLOUD_INIT.partition("127.0.1.1 n1.example.org n1\n")[2])
     assert conflicts == []
 
 
 def test_cluster_of_ipv6(edit: Callable[..., tuple[str, list[str]]]) -> None:
     text, _ = edit(DEBIAN + "::1 n1\n", entries=SIX)
-    assert text.splitlines()[1:3] == ["fd00:77:1::11\tn1 n1.example.org", "fd00:77:1::12\tn2"]
+    assert text.splitlines()[1:3] == ["fd00:77:1::11\tn1.example.org n1", "fd00:77:1::12\tn2"]
     own = [line.split()[0] for line in text.splitlines() if "n1" in line.split()[1:]]
     assert own == ["fd00:77:1::11"], "neither 127.0.1.1 nor ::1 is left for the host's own name"
     assert edit(text, entries=SIX)[0] == text
@@ -236,10 +244,10 @@ def test_cluster_of_ipv6(edit: Callable[..., tuple[str, list[str]]]) -> None:
 def test_cluster_that_moves_to_ipv6_leaves_nothing_of_ipv4(edit: Callable[..., tuple[str, list[str]]]) -> None:
     text, _ = edit(edit(DEBIAN)[0], entries=SIX)
     assert "10.77.1" not in text
-    assert "fd00:77:1::11\tn1 n1.example.org\n" in text
+    assert "fd00:77:1::11\tn1.example.org n1\n" in text
 
 
 def test_entry_of_a_node_that_left_goes(edit: Callable[..., tuple[str, list[str]]]) -> None:
     text, _ = edit(edit(DEBIAN)[0], entries=ENTRIES[:1])
     assert "n2" not in text
-    assert "10.77.1.11\tn1 n1.example.org\n" in text
+    assert "10.77.1.11\tn1.example.org n1\n" in text
