@@ -239,6 +239,7 @@ import time
 import xml.etree.ElementTree
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils import netlink
 
 MIB = 1024 * 1024
 # What is asked of nvidia-smi for health, all at the same time.
@@ -308,10 +309,6 @@ RTM_NEWLINK = 16
 RTM_GETLINK = 18
 RTM_NEWADDR = 20
 RTM_GETADDR = 22
-NLM_F_REQUEST = 0x1
-NLM_F_DUMP = 0x300
-NLMSG_ERROR = 2
-NLMSG_DONE = 3
 IFLA_ADDRESS = 1
 IFLA_IFNAME = 3
 IFLA_MTU = 4
@@ -602,32 +599,7 @@ def gpu_facts(root, program, timeout, kept=None):
 
 def netlink_dump(kind):
     """All messages the kernel answers to one dump request: (type, payload)."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as conn:
-        conn.settimeout(5)
-        conn.bind((0, 0))
-        body = struct.pack("=BxHiII", socket.AF_UNSPEC, 0, 0, 0, 0)
-        conn.send(struct.pack("=IHHII", 16 + len(body), kind, NLM_F_REQUEST | NLM_F_DUMP, 1, 0) + body)
-        while True:
-            data = conn.recv(1 << 18)
-            while len(data) >= 16:
-                length, answer = struct.unpack_from("=IH", data)
-                if answer == NLMSG_DONE:
-                    return
-                if answer == NLMSG_ERROR or length < 16:
-                    raise OSError("netlink refused the request")
-                yield answer, data[16:length]
-                data = data[(length + 3) & ~3 :]
-
-
-def attributes(data):
-    found = {}
-    while len(data) >= 4:
-        length, kind = struct.unpack_from("=HH", data)
-        if length < 4:
-            break
-        found[kind & 0x3FFF] = data[4:length]
-        data = data[(length + 3) & ~3 :]
-    return found
+    return netlink.ask(kind, struct.pack("=BxHiII", socket.AF_UNSPEC, 0, 0, 0, 0), netlink.NLM_F_DUMP)
 
 
 def netlink_links():
@@ -636,9 +608,9 @@ def netlink_links():
         if answer != RTM_NEWLINK:
             continue
         _, hardware, index, flags, _ = struct.unpack_from("=BxHiII", payload)
-        found = attributes(payload[16:])
+        found = netlink.attributes(payload[16:])
         number = {key: struct.unpack("=I", found[key])[0] for key in (IFLA_MTU, IFLA_MASTER) if key in found}
-        info = attributes(found.get(IFLA_LINKINFO, b""))
+        info = netlink.attributes(found.get(IFLA_LINKINFO, b""))
         links[index] = {
             "name": found[IFLA_IFNAME].rstrip(b"\0").decode("utf-8", "replace"),
             "hardware": hardware,
@@ -658,7 +630,7 @@ def netlink_addresses():
         if answer != RTM_NEWADDR:
             continue
         family, prefix, flags, scope, index = struct.unpack_from("=BBBBI", payload)
-        found = attributes(payload[8:])
+        found = netlink.attributes(payload[8:])
         raw = found.get(IFA_LOCAL, found.get(IFA_ADDRESS))  # on point-to-point links ADDRESS is the peer's
         if raw is None or len(raw) not in (4, 16):
             continue

@@ -491,7 +491,7 @@ class Echo:
                     if error.errno not in (errno.EAGAIN, errno.ENOBUFS):
                         raise
                 # Not all at the same moment: the peers' limit for echo requests holds for all nodes together.
-                await asyncio.wait([future], timeout=seconds * random.uniform(0.9, 1.3))  # noqa: S311
+                await asyncio.wait([future], timeout=seconds * random.uniform(0.9, 1.3))  # noqa: S311 - no secret
                 if future.done():
                     return milliseconds(start) if future.result() == len(packet) else None
         finally:

@@ -90,6 +90,7 @@ import subprocess
 import time
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils.files import remove, write
 from ansible_collections.ironrack.vllm.plugins.module_utils.guard import Guard, GuardError
 
 ROOT = "/"
@@ -268,23 +269,6 @@ def read(path):
             return handle.read()
     except OSError:
         return ""
-
-
-def write(path, text):
-    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-    new = path + ".ironrack-new"
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        os.fchmod(handle, 0o644)
-        stream.write(text)
-        stream.flush()
-        os.fsync(handle)
-    os.rename(new, path)
-
-
-def remove(path):
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def together(*lists):

@@ -125,7 +125,6 @@ missing:
   elements: str
 """
 
-import contextlib
 import json
 import os
 import pwd
@@ -133,6 +132,7 @@ import re
 import subprocess
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils.files import read, remove, write
 from ansible_collections.ironrack.vllm.plugins.module_utils.guard import LASTING, UNITS, Guard, GuardError
 
 ROOT = "/"
@@ -146,39 +146,9 @@ class KeysError(Exception):
     """The message says what to do."""
 
 
-def read(path):
-    try:
-        # Without `newline` Python would write the lines of others anew where they end in another way.
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as handle:
-            return handle.read()
-    except FileNotFoundError:
-        return ""
-
-
 def lines_of(text):
     """Lines as sshd sees them: splitlines() would cut at a form feed or U+2028 too."""
     return text[: -1 if text.endswith("\n") else None].split("\n") if text else []
-
-
-def write(path, text, mode):
-    folder = os.path.dirname(path)
-    if not os.path.isdir(folder):
-        os.makedirs(folder, mode=0o755 if mode & 0o004 else 0o700)
-    new = path + ".ironrack-new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(handle, "w", encoding="utf-8", errors="surrogateescape") as stream:
-        os.fchmod(handle, mode)
-        stream.write(text)
-        stream.flush()
-        os.fsync(handle)
-    os.rename(new, path)
-
-
-def remove(path):
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def block(text, name, lines):

@@ -78,6 +78,7 @@ import subprocess
 import tempfile
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils.files import read, write
 from ansible_collections.ironrack.vllm.plugins.module_utils.guard import LASTING, UNITS, Guard, GuardError
 
 ROOT = "/"
@@ -89,27 +90,6 @@ ADDED_UP = {"acceptenv", "denyusers", "denygroups"}
 
 class SshdError(Exception):
     """The message says what to do."""
-
-
-def read(path):
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as handle:
-            return handle.read()
-    except FileNotFoundError:
-        return ""
-
-
-def write(path, text):
-    os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-    # A name that no Include takes in.
-    new = path + ".ironrack-new"
-    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        os.fchmod(handle, 0o644)
-        stream.write(text)
-        stream.flush()
-        os.fsync(handle)
-    os.rename(new, path)
 
 
 def parse(text):
