@@ -1,106 +1,73 @@
 #!/usr/bin/env bash
-# test.sh all|lint|unit|integration|molecule [SCENARIO...]: what `make test` runs, with the time of each step at the end.
+# test.sh [all | lint | unit | integration | molecule [SCENARIO...]]: what `make test` runs, with the time of each job at the end.
+# Two jobs run side by side (JOBS=1: one), since most of them keep little more than one core busy.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-results=()
-failed=0
+logs=tests/output/jobs
 
-step() { # NAME COMMAND...
-    local name=$1 start=$SECONDS state=passed
-    shift
-    printf '\n==> %s\n' "$name"
-    if ! "$@"; then
-        state=FAILED
-        failed=$((failed + 1))
-    fi
-    results+=("$(printf '%-32s %-7s %4d s' "$name" "$state" $((SECONDS - start)))")
-}
+# The long ones first, so that none ends alone. `lab` leads: a broken lab shows in two minutes, and the others find its images
+# ready. `cluster_mp` comes late enough to find the wheels that `cluster` has fetched.
+scenarios=(lab cluster driver cluster_mp driver_upgrade preflight network firewall ssh)
 
 lint() {
-    step "yamllint" yamllint --strict .
-    step "ruff" ruff check --quiet .
-    step "ruff format" ruff format --quiet --check .
-    step "mypy (planner, strict)" mypy --no-error-summary plugins/plugin_utils
-    step "shellcheck" shellcheck scripts/*.sh .ci/run
-    step "ansible-lint (production)" ansible-lint --offline -q
-    step "generated documents" scripts/docs.sh --check
+    local bad=0
+    yamllint --strict . || bad=1
+    ruff check --quiet . || bad=1
+    ruff format --quiet --check . || bad=1
+    mypy --no-error-summary plugins/plugin_utils || bad=1
+    shellcheck scripts/*.sh .ci/run || bad=1
+    ansible-lint --offline -q || bad=1
+    scripts/docs.sh --check || bad=1
+    return "$bad"
 }
 
-unit() { step "unit tests, accuracy" python -m pytest tests/unit tests/accuracy; }
-
-integration() { step "integration tests" python -m pytest tests/integration; }
-
-scenarios() {
-    local name
-    for name in "$@"; do step "molecule $name" molecule test --scenario-name "$name"; done
+job() { # NAME: its output goes to a log, which is shown when it fails
+    local name=$1 start=$SECONDS state=passed
+    printf '==> %s begins, %s\n' "$name" "$logs/${name// /_}.log"
+    case $name in
+    lint) lint ;;
+    unit) python -m pytest tests/unit tests/accuracy ;;
+    integration) python -m pytest tests/integration ;;
+    molecule\ *) molecule test --scenario-name "${name#molecule }" ;;
+    esac >"$logs/${name// /_}.log" 2>&1 || state=FAILED
+    [ "$state" = passed ] || cat "$logs/${name// /_}.log"
+    printf '%-32s %-7s %4d s\n' "$name" "$state" $((SECONDS - start)) | tee -a "$logs/results"
 }
 
-# One lane is one scenario after the other. Of a scenario that fails, the log is shown.
-lane() {
-    local name start state child=''
-    trap '[ -z "$child" ] || kill "$child"; exit 143' TERM
-    for name in "$@"; do
-        start=$SECONDS state=passed
-        printf '==> molecule %s begins, %s\n' "$name" "$logs/$name.log"
-        # In the background, so that a signal gets through to it at once.
-        molecule test --scenario-name "$name" >"$logs/$name.log" 2>&1 &
-        child=$!
-        wait "$child" || state=FAILED
-        [ "$state" = passed ] || cat "$logs/$name.log"
-        printf '%-32s %-7s %4d s\n' "molecule $name" "$state" $((SECONDS - start)) | tee -a "$logs/results"
-    done
-}
-
-lanes() { # "SCENARIO..." "SCENARIO...": side by side, since a scenario keeps little more than one core busy
-    local words lane=() pids=() line
-    logs=tests/output/molecule
+run() { # NAME...
+    local failed
     rm -rf "$logs"
     mkdir -p "$logs"
-    for words in "$@"; do
-        read -ra lane <<<"$words"
-        lane "${lane[@]}" &
-        pids+=($!)
-    done
-    trap 'kill "${pids[@]}" 2>/dev/null; wait' EXIT
-    trap 'exit 130' INT TERM
-    wait
-    trap - EXIT INT TERM
-    while read -r line; do
-        results+=("$line")
-        [[ $line != *FAILED* ]] || failed=$((failed + 1))
-    done <"$logs/results"
-}
-
-molecule_all() {
-    if [ "$#" -gt 0 ]; then
-        scenarios "$@"
-        return
-    fi
-    # Alone and first: a broken lab shows in a minute, and the others find its images ready.
-    scenarios lab
-    lanes "cluster cluster_mp" "preflight ssh firewall network driver driver_upgrade"
+    # In a process group of its own, so that an interrupted run takes its jobs along.
+    set -m
+    printf '%s\n' "$@" | xargs -d '\n' -n 1 -P "${JOBS:-2}" "$0" job &
+    set +m
+    # shellcheck disable=SC2064
+    trap "kill -TERM -- -$! 2>/dev/null; wait; exit 130" INT TERM
+    wait "$!"
+    trap - INT TERM
+    failed=$(($# - $(grep -c ' passed ' "$logs/results")))
+    printf '\n'
+    cat "$logs/results"
+    printf '%d passed, %d failed\n' $(($# - failed)) "$failed"
+    exit $((failed > 0))
 }
 
 what=${1:-all}
 [ "$#" -eq 0 ] || shift
 case $what in
-lint) lint ;;
-unit) unit ;;
-integration) integration ;;
-molecule) molecule_all "$@" ;;
+job) job "$1" ;;
+lint | unit | integration) run "$what" ;;
+molecule)
+    [ "$#" -gt 0 ] || set -- "${scenarios[@]}"
+    run "${@/#/molecule }"
+    ;;
 all)
-    lint
-    unit
-    integration
-    molecule_all
+    set -- "${scenarios[@]/#/molecule }"
+    run "$1" lint unit integration "${@:2}"
     ;;
 *)
-    echo "usage: test.sh all|lint|unit|integration|molecule [SCENARIO...]" >&2
+    echo "usage: test.sh [all | lint | unit | integration | molecule [SCENARIO...]]" >&2
     exit 2
     ;;
 esac
-
-printf '\n'
-printf '%s\n' "${results[@]}"
-printf '%d passed, %d failed\n' $((${#results[@]} - failed)) "$failed"
-exit $((failed > 0))
