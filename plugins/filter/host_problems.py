@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts import errors, fabric, verify
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts import errors, fabric, topology, verify
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.plain import to_plain
 
 
@@ -53,4 +53,5 @@ class FilterModule:
             "node_environment": plain(fabric.node_environment),
             "environment_problems": plain(environment_problems),
             "not_carried": plain(fabric.not_carried),
+            "numa_arguments": plain(topology.numa_arguments),
         }

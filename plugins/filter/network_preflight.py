@@ -9,7 +9,7 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts.errors import HostError
-from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import probe, probe_html, probe_peers
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import probe, probe_html, probe_peers, rdma
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.network.firewall import FirewallError
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.plain import to_plain
 
@@ -51,4 +51,5 @@ class FilterModule:
             "network_ports": plain(probe_peers.listener_ports),
             "network_peers": plain(probe_peers.peers),
             "network_preflight": network_preflight,
+            "rdma_meetings": plain(rdma.meetings),
         }

@@ -15,6 +15,10 @@ from typing import Any
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 # Without a host bridge between them: what lets an adapter read a GPU's memory at full speed.
 BESIDE = ("PIX", "PXB")
+# Arguments of an engine that settle where its ranks run, or that keep much in the host's memory. Bound memory is bound
+# strictly: an engine that needs more than one NUMA node has is killed, however much the others have left.
+_PLACED = ("--numa-bind", "--no-numa-bind", "--device-ids")
+_IN_HOST_MEMORY = ("offload", "lmcache")
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
@@ -76,3 +80,24 @@ def nearest(
         load[port["device"]] += 1
         pairs.append((gpu, port))
     return pairs
+
+
+def numa_arguments(facts: Mapping[str, Any], instance: Mapping[str, Any]) -> list[str]:
+    """Flags of `vllm serve` that keep each rank of a planned instance on processors and memory beside its GPU.
+
+    vLLM wants a NUMA node for each GPU that the engine sees. Only its own executor starts ranks with numactl: under Ray,
+    which starts them itself, the flags would bind nothing but the process that schedules.
+    """
+    arguments = [str(argument) for argument in instance["args"]]
+    if instance["executor"] != "mp" or any(argument.startswith(_PLACED) for argument in arguments):
+        return []
+    if any(word in argument.lower() for argument in arguments for word in _IN_HOST_MEMORY):
+        return []
+    # On some boards the memory of a GPU is a NUMA node too, without processors.
+    with_processors = {node["node"] for node in facts.get("numa") or [] if node.get("cpus")}
+    beside = {int(gpu["index"]): gpu.get("numa_node") for gpu in facts.get("gpus") or []}
+    visible = str((instance.get("environment") or {}).get("CUDA_VISIBLE_DEVICES", ""))
+    nodes = [beside.get(index) for index in (map(int, visible.split(",")) if visible else sorted(beside))]
+    if len(with_processors) < 2 or not nodes or not with_processors.issuperset(nodes):
+        return []
+    return ["--numa-bind", "--numa-bind-nodes", *map(str, nodes)]

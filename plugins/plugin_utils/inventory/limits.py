@@ -107,6 +107,30 @@ LIMITS: dict[str, Spec] = {
     "lab_boot_timeout": _SECONDS,
     "lab_forwards": {"options": {"port": _PORT}},
     "lab_proxy_port": _PORT,
+    "model_store_ca_bundle": _either_empty_or(_ON_NODES),
+    "model_store_endpoint": {
+        "pattern": r"https?://[^\s/@?#\"']+(/[^\s@?#\"']*)?",
+        "problem": "is not an http(s) address without a login",
+        "remedy": "give the hub, https://huggingface.co, or a server that speaks its API; a token is model_store_token",
+    },
+    "model_store_ignore": _WORDS,
+    "model_store_keep": {"minimum": -1},
+    "model_store_mirror": {
+        "pattern": r"|https?://[^\s/?#\"']+(/[^\s?#\"']*)?|/[^\s\"'?#%]*",
+        "problem": "is neither an absolute path nor an http(s) address",
+        "remedy": "give the folder on the node that fetches, such as /srv/models, or the address of one, such as "
+        "https://models.example.net; below it is <org>/<name>/<revision>/<file>",
+    },
+    "model_store_reserve": {"minimum": 0, "maximum": 100},
+    "model_store_serve_lifetime": _SECONDS,
+    "model_store_serve_port": _PORT,
+    "model_store_token": {
+        "pattern": r"|[!-~]+",
+        "problem": "holds white space or other characters that no token has",
+        "remedy": "give the token as the hub shows it, or leave it empty",
+    },
+    "model_store_token_file": _either_empty_or(_ON_NODES),
+    "model_store_workers": {"minimum": 1, "maximum": 64},
     "nvidia_driver_cache_valid_time": _PACKAGE_LISTS,
     "nvidia_driver_lock_timeout": _SECONDS,
     "nvidia_driver_nvidia_smi": _PROGRAM,
@@ -116,6 +140,7 @@ LIMITS: dict[str, Spec] = {
     "preflight_network_bandwidth_seconds": {"above": 0, "maximum": 60},
     "preflight_network_clock_seconds": {"above": 0},
     "preflight_network_min_bandwidth_fraction": {"above": 0, "maximum": 1},
+    "preflight_network_min_rdma_fraction": {"above": 0, "maximum": 1},
     "preflight_network_nccl_mib": {"minimum": 1, "maximum": 16384},
     "preflight_network_timeout": {"above": 0, "maximum": 60},
     "preflight_nvidia_smi": _PROGRAM,
@@ -123,6 +148,11 @@ LIMITS: dict[str, Spec] = {
     "preflight_timeout": _SECONDS,
     "preflight_xid_hours": _NOT_NEGATIVE,
     "python_env_cache_dir": _ON_NODES,
+    "python_env_conda_mirror": {
+        "pattern": r"((https?://[^/?#]|file:///)[^?#]*)?",
+        "problem": "is no place of conda channels",
+        "remedy": "leave it empty, or give a URL http://, https:// or file:///folder without ? and #",
+    },
     "python_env_interpreter": _either_empty_or(_ON_NODES),
     "python_env_keep_releases": _COUNT,
     "python_env_python": {
@@ -132,11 +162,14 @@ LIMITS: dict[str, Spec] = {
     },
     "python_env_serve_lifetime": _SECONDS,
     "python_env_serve_port": _PORT,
-    "python_env_uv_sha256": {
-        "pattern": r"[0-9a-f]{64}",
-        "problem": "is not a SHA-256",
-        "remedy": "give 64 lower case hexadecimal digits",
-    },
+    **dict.fromkeys(
+        ("python_env_miniforge_sha256", "python_env_rattler_sha256", "python_env_uv_sha256"),
+        {
+            "pattern": r"[0-9a-f]{64}",
+            "problem": "is not a SHA-256",
+            "remedy": "give 64 lower case hexadecimal digits",
+        },
+    ),
     **dict.fromkeys(
         (
             "ray_port",

@@ -11,6 +11,7 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.hosts.topology impor
     distance,
     natural,
     nearest,
+    numa_arguments,
 )
 
 
@@ -61,3 +62,35 @@ def test_adapters_that_are_equally_near_are_shared_out() -> None:
 
 def test_natural_order() -> None:
     assert sorted(["mlx5_10", "mlx5_9", "irdma1"], key=natural) == ["irdma1", "mlx5_9", "mlx5_10"]
+
+
+BOX = {
+    "numa": [{"node": 0, "cpus": "0-31"}, {"node": 1, "cpus": "32-63"}],
+    "gpus": [{"index": index, "numa_node": index // 2} for index in range(4)],
+}
+MP = {"executor": "mp", "args": ["--port", "8000"], "environment": {}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "instance", "nodes"),
+    [
+        (BOX, MP, ["0", "0", "1", "1"]),
+        (BOX, MP | {"environment": {"CUDA_VISIBLE_DEVICES": "3,1"}}, ["1", "0"]),
+        # What another NUMA node has is nothing to this engine.
+        (BOX, MP | {"environment": {"CUDA_VISIBLE_DEVICES": "0,1"}}, ["0", "0"]),
+        (BOX, MP | {"environment": {"CUDA_VISIBLE_DEVICES": "7"}}, []),
+        (BOX, MP | {"executor": "ray"}, []),
+        (BOX, MP | {"args": ["--no-numa-bind"]}, []),
+        (BOX, MP | {"args": ["--numa-bind", "--numa-bind-nodes", "1"]}, []),
+        (BOX, MP | {"args": ["--device-ids", "2,3"]}, []),
+        (BOX, MP | {"args": ["--kv-offloading-size", "200"]}, []),
+        (BOX, MP | {"args": ["--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}']}, []),
+        (BOX | {"numa": BOX["numa"][:1]}, MP, []),
+        (BOX | {"numa": [BOX["numa"][0], {"node": 1, "cpus": ""}]}, MP, []),
+        (BOX | {"gpus": [{"index": 0, "numa_node": None}, {"index": 1, "numa_node": 0}]}, MP, []),
+        (BOX | {"gpus": []}, MP, []),
+        ({}, MP, []),
+    ],
+)
+def test_ranks_stay_beside_their_gpu(facts: dict[str, Any], instance: dict[str, Any], nodes: list[str]) -> None:
+    assert numa_arguments(facts, instance) == (["--numa-bind", "--numa-bind-nodes", *nodes] if nodes else [])
