@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ansible import context
 from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.release import __version__ as core_version
@@ -183,6 +184,7 @@ class Collected:
             self.facts[host] = cluster.facts_view(
                 self.plain(raw.get("ansible_facts", {}).get(_HOST_FACTS)), str(raw.get("inventory_dir") or "")
             )
+            self.facts[host].login = self._login(raw, hostvars)
 
     def _values(self, host: str, raw: Mapping[str, Any], hostvars: Any) -> Iterator[tuple[str, Any]]:
         for name in self.names[host]:
@@ -212,6 +214,21 @@ class Collected:
                         "use only variables of the inventory in it; facts and role defaults are not known yet",
                     )
                 )
+
+    def _login(self, raw: Mapping[str, Any], hostvars: Any) -> str:
+        """Whom Ansible logs in to a host as by SSH; nobody where the inventory does not say it."""
+        try:
+            templar = self._templar.copy_with_new_env(available_variables={**raw, "hostvars": hostvars})
+            connection, *users = (
+                str(self.plain(templar.template(raw[name]))) if raw.get(name) else ""
+                for name in ("ansible_connection", "ansible_user", "ansible_ssh_user")
+            )
+        except AnsibleError:
+            return ""
+        # What the names mean together is the connection's business.
+        named = {user for user in users if user} or {str(context.CLIARGS.get("remote_user") or "")}
+        by_ssh = connection.rpartition(".")[2] in ("", "ssh", "smart")
+        return named.pop() if by_ssh and len(named) == 1 else ""
 
     def _cached(self, value: Any) -> tuple[Any, bool]:
         """A plain copy, and whether it holds a template. Hosts of one group share an object; they share its copy."""

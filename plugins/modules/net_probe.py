@@ -122,8 +122,13 @@ probe:
       description: >-
         The cluster interface, null when there is none: C(name), C(mtu), C(mac), C(speed_mbit) (null for virtual
         ones), C(up), C(addresses) (as C(address/prefix)), C(has_address) (whether O(address) is among them),
-        C(dad_failed) (those that the kernel does not use because somebody else had them before).
+        C(dad_failed) (those that the kernel does not use because somebody else had them before). C(mac) is null where
+        the interface has none.
       type: dict
+    addresses:
+      description: All addresses of this node, of whatever interface.
+      type: list
+      elements: str
     hostname:
       description: >-
         C(name) the kernel knows, C(resolves) (addresses the node finds for it) and C(error).
@@ -255,6 +260,11 @@ def kind_of(error):
     return "unreachable" if error.errno in UNREACHABLE else "error"
 
 
+def hardware(mac):
+    """A hardware address; None where there is none (routed, point-to-point), which the kernel writes as zeros."""
+    return mac if mac and mac.strip("0:") else None
+
+
 def milliseconds(since):
     return round((time.monotonic() - since) * 1000, 2)
 
@@ -293,7 +303,7 @@ def describe_interface(name, address):
     return {
         "name": name,
         "mtu": int(read(name, "mtu") or 0),
-        "mac": read(name, "address") or None,
+        "mac": hardware(read(name, "address")),
         "speed_mbit": int(speed) if speed.isdigit() and int(speed) and hardware_below(name) else None,
         "up": bool(int(read(name, "flags") or "0", 16) & 1) and read(name, "carrier") == "1",
         "addresses": [f"{item['address']}/{item['prefix']}" for item in here],
@@ -399,7 +409,7 @@ def duplicates(interface, address):
     if interface is None:
         return None, f"no interface has the address {address}"
     name = interface["name"]
-    if read(name, "type") != str(ETHERNET):
+    if read(name, "type") != str(ETHERNET) or not interface["mac"]:
         return None, f"{name} is no Ethernet interface"
     mine = {read(entry, "address") for entry in os.listdir(SYS)}
     protocol, target, packet = question_of(own, bytes.fromhex(interface["mac"].replace(":", "")))
@@ -415,7 +425,7 @@ def duplicates(interface, address):
                 while select.select([sock], [], [], max(0.0, end - time.monotonic()))[0]:
                     data, (_, _, direction, _, sender) = sock.recvfrom(2048)
                     mac = None if direction == PACKET_OUTGOING else claimant(own, data, sender)
-                    if mac:
+                    if mac and any(mac):
                         others.add(":".join(f"{byte:02x}" for byte in mac))
             # Another interface of this node on the same link may answer as well.
             return sorted(others - mine), None
@@ -568,8 +578,18 @@ class Udp(Echo):
 
 async def largest(echo, address, top, rtt):
     """The largest size that comes back, or the usual one below it, when `top` does not and a small one does."""
-    waits = [max(0.1, 5 * rtt / 1000), max(0.2, 10 * rtt / 1000)]
     low, high = SMALL, top
+    while True:
+        low, high = await narrowed(echo, address, low, high, rtt)
+        # Answers get lost, on a node that is very busy too: what is too large is asked for once more, with patience.
+        if high == top or await echo.ask(address, high, PATIENT) is None:
+            return low
+        low, high = high, top
+
+
+async def narrowed(echo, address, low, high, rtt):
+    """(a size that comes back, one a little above it that does not)"""
+    waits = [max(0.1, 5 * rtt / 1000), max(0.2, 10 * rtt / 1000)]
     for size in COMMON_SIZES:
         if low < size < high:
             if await echo.ask(address, size, waits) is None:
@@ -578,14 +598,14 @@ async def largest(echo, address, top, rtt):
             low = size
             # A link lets a little more through than its MTU says, for the tag of a VLAN.
             if size + TAG + 1 < high and await echo.ask(address, size + TAG + 1, waits) is None:
-                return size
+                return size, size + TAG + 1
     while high - low > 1:
         middle = (low + high) // 2
         if await echo.ask(address, middle, waits) is None:
             high = middle
         else:
             low = middle
-    return low
+    return low, high
 
 
 # --- the peers -------------------------------------------------------------------------------------------------------
@@ -991,7 +1011,7 @@ def probe(options, iperf3):
     known = netlink.neighbours()
     for peer, found in peers.items():
         entry = known.get((found["route"]["dev"], str(ipaddress.ip_address(found["address"]))), {})
-        found["mac"], found["neighbour"] = entry.get("mac"), entry.get("state")
+        found["mac"], found["neighbour"] = hardware(entry.get("mac")), entry.get("state")
         found["name"] = names.get(peer)
     duplicate, duplicate_error = others.get() if others else (None, "not asked for")
     if options["bandwidth"].get("pairs"):
@@ -1003,6 +1023,7 @@ def probe(options, iperf3):
         "started": started,
         "seconds": round(time.monotonic() - start, 3),
         "interface": interface,
+        "addresses": [item["address"] for item in netlink.addresses()],
         "hostname": dict(names.get(name), name=name),
         "routes": netlink.default_routes(),
         "duplicate": duplicate,

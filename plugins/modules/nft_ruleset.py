@@ -127,6 +127,8 @@ ExecReload={nft} -f {rules}
 [Install]
 WantedBy=sysinit.target
 """
+# The elements of a set that packets write into.
+LATELY = r"(set \S+ \{[^{}]*\bflags [a-z,]*\bdynamic\b[^{}]*?)\n\s*elements = \{[^}]*\}"
 # Parts of a rule that do not ask what the packet is. What iptables alone knows is told by its name.
 WITHOUT_CONDITION = {"counter", "log", "accept", "drop", "reject", "return", "jump", "goto", "xt"}
 # A failure of ours must not stop theirs, which would remove every table once more.
@@ -185,9 +187,12 @@ class Node:
             raise RulesetError(f"nft does not accept the rules, nothing was changed: {done.stderr.strip()}")
 
     def table(self):
-        """The table in force, as text without counters; nothing where there is none."""
+        """The table in force, as text without counters; nothing where there is none.
+
+        Who sent echo requests lately is no part of the rules.
+        """
         code, out, _ = self.run(self.nft, "--stateless", "list", "table", *TABLE)
-        return out if code == 0 else ""
+        return re.sub(LATELY, r"\1", out) if code == 0 else ""
 
     def present(self):
         """Addresses that the table in force lets in since somebody was connected from there."""
@@ -196,7 +201,7 @@ class Node:
 
     def others(self):
         """Chains of everybody else, and their rules: {(family, table, chain): [expressions]}."""
-        code, out, error = self.run(self.nft, "--json", "--stateless", "list", "ruleset")
+        code, out, error = self.run(self.nft, "--json", "--stateless", "--terse", "list", "ruleset")
         if code:
             raise RulesetError(
                 f"nft list ruleset: {error}. This kernel has no nf_tables, or it may not be used here: load the module"

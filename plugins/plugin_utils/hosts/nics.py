@@ -20,6 +20,17 @@ def is_refused(name: str) -> bool:
     return REFUSED.match(name) is not None
 
 
+def reserved(address: str, prefix: int) -> str:
+    """What an address is in its network, where no host may have it; empty for the others."""
+    own = ipaddress.ip_interface(f"{address}/{prefix}")
+    # A network of two, or of one, has no address to spare (RFC 3021); IPv6 has no broadcast.
+    if own.version == 4 and prefix < 31:
+        return {own.network.network_address: "the address", own.network.broadcast_address: "the broadcast address"}.get(
+            own.ip, ""
+        )
+    return "the address" if own.version == 6 and prefix < 127 and own.ip == own.network.network_address else ""
+
+
 def same_address(one: str, other: str) -> bool:
     try:
         return ipaddress.ip_address(one) == ipaddress.ip_address(other)
@@ -63,6 +74,22 @@ def resolve(
     host: str, nics: Sequence[Mapping[str, Any]], interface: str | None, address: str | None
 ) -> tuple[str, str]:
     """The (interface, address) of this host, from its variables and what it has; HostError when they do not fit."""
+    interface, address = _resolve(host, nics, interface, address)
+    nic = bearer(nics, address) or {}
+    for entry in nic.get("addresses", []):
+        prefix = entry.get("prefix")
+        if isinstance(prefix, int) and same_address(entry["address"], address) and (kind := reserved(address, prefix)):
+            network = ipaddress.ip_interface(f"{address}/{prefix}").network
+            raise HostError(
+                f"cluster_address of {host} is {address}, {kind} of {network}, in which {nic['name']} is: no host can"
+                " have it; give the interface another address, or correct its prefix length"
+            )
+    return interface, address
+
+
+def _resolve(
+    host: str, nics: Sequence[Mapping[str, Any]], interface: str | None, address: str | None
+) -> tuple[str, str]:
     if interface and is_refused(interface):
         raise HostError(
             f"cluster_interface of {host} is {interface}: loopback and interfaces of container engines or virtual"

@@ -85,8 +85,8 @@ def nearest(
 def numa_arguments(facts: Mapping[str, Any], instance: Mapping[str, Any]) -> list[str]:
     """Flags of `vllm serve` that keep each rank of a planned instance on processors and memory beside its GPU.
 
-    vLLM wants a NUMA node for each GPU that the engine sees. Only its own executor starts ranks with numactl: under Ray,
-    which starts them itself, the flags would bind nothing but the process that schedules.
+    vLLM wants a NUMA node for each GPU that the engine sees. Only its own executor starts ranks with numactl: under
+    Ray, which starts them itself, the flags would bind nothing but the process that schedules.
     """
     arguments = [str(argument) for argument in instance["args"]]
     if instance["executor"] != "mp" or any(argument.startswith(_PLACED) for argument in arguments):

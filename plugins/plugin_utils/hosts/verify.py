@@ -36,7 +36,8 @@ def model_paths(plan: Mapping[str, Any], host: str) -> list[str]:
     paths: list[str] = []
     for instance in instances_on(plan, host).values():
         folder = instance.get("model_path")
-        if folder:
+        # What the nodes fetch comes after this look.
+        if folder and not instance.get("model"):
             paths += [path for path in (folder, f"{folder}/config.json") if path not in paths]
     return paths
 
@@ -175,7 +176,7 @@ def model_problems(facts: Facts, plan: Mapping[str, Any], host: str) -> list[str
     paths = facts.get("paths") or {}
     for name, instance in instances_on(plan, host).items():
         folder = instance.get("model_path")
-        if not folder:
+        if not folder or instance.get("model"):
             continue
         if not paths.get(folder, {}).get("exists"):
             problem = "does not exist"

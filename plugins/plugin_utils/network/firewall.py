@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ..planner.plan import natural_key
@@ -42,6 +43,10 @@ DEFAULTS: dict[str, Any] = {
     "time_serve": False,
     "confirm_seconds": 60,
 }
+
+
+# The names of a cluster are put in order for each rule of each node.
+_natural = lru_cache(maxsize=8192)(natural_key)
 
 
 class FirewallError(ValueError):
@@ -205,7 +210,7 @@ class _Cluster:
 
     def of(self, hosts: Iterable[str]) -> list[str]:
         """The addresses of hosts that have one."""
-        return [self.addresses[host] for host in sorted(set(hosts), key=natural_key) if host in self.addresses]
+        return [self.addresses[host] for host in sorted(set(hosts), key=_natural) if host in self.addresses]
 
     def missing(self) -> list[str]:
         return [
@@ -280,7 +285,8 @@ def _between_nodes(
     if host not in cluster.nodes or len(peers) < 2:
         return []
     if settings["mode"] == "trusted_cluster":
-        rows = sorted({row.number for row in MATRIX if row.used and row.sources in ("engines", "ray")} - {14, 15})
+        trusted = {row.number for row in MATRIX if row.used and row.sources in ("engines", "ray", "runtime")}
+        rows = sorted(trusted - {14, 15})
         return [
             _rule("everything between the nodes", "cluster", peers, None, rows=rows, interface=interface),
             _rule("RoCEv2", "cluster", peers, [[4791, 4791]], rows=[14], interface=interface, protocol="udp"),
@@ -304,6 +310,7 @@ def _between_nodes(
                     row.purpose, source, networks, ports, rows=[row.number], interface=interface, protocol=row.protocol
                 )
             )
+    rules += _files(cluster, host, interface, values)
     watchers = [member["node"] for part in cluster.parts(host) if part["api_node"] == host for member in part["world"]]
     if len(set(watchers)) > 1:
         rules.append(
@@ -320,6 +327,18 @@ def _between_nodes(
         rules.append(
             _rule("SSH between nodes", "cluster", peers, _singles(settings["ssh_ports"]), rows=[3], interface=interface)
         )
+    return rules
+
+
+def _files(cluster: _Cluster, host: str, interface: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Any node may take a release or a model from any other: who stands before whom is known only in the run."""
+    nodes = [name for name, node in cluster.nodes.items() if "ironrack_runtime" in node["groups"]]
+    rules = []
+    for row in MATRIX:
+        listed = row.ports(values)
+        if row.sources == "runtime" and listed and host in nodes:
+            networks, ports = cluster.of(nodes), [list(listed)]
+            rules.append(_rule(row.purpose, "runtime", networks, ports, rows=[row.number], interface=interface))
     return rules
 
 
@@ -402,7 +421,7 @@ def _kernel(cluster: _Cluster, settings: Mapping[str, Any], values: Mapping[str,
     pinned: set[tuple[int, int]] = set()
     for row in MATRIX:
         listed = row.ports(values)
-        if listed and row.used and cluster.ray and "ray" in row.targets:
+        if listed and row.used and (row.targets == "runtime" or (cluster.ray and "ray" in row.targets)):
             pinned.add(listed)
     for host in cluster.nodes:
         pinned |= {(low, high) for low, high in _api_ports(cluster, host)}

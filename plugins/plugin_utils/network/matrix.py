@@ -9,8 +9,10 @@ from typing import Any
 
 from ..planner.plan import natural_key
 from .nft import merged
+from .ports import MATRIX
 
-_HEAD = ("nodes", "from", "in at", "ports", "for", "rows")
+_HEAD = ("nodes", "from", "in at", "ports", "for", "traffic of")
+_PARTS = {row.number: row.part for row in MATRIX}
 _WIDEST = 60
 # Sources in the order in which the picture shows them, and their colours.
 _COLOURS = {
@@ -21,6 +23,7 @@ _COLOURS = {
     "monitoring": "#b45309",
     "ray": "#15803d",
     "engines": "#15803d",
+    "runtime": "#15803d",
     "cluster": "#15803d",
 }
 _OTHER = "#475569"
@@ -74,8 +77,8 @@ def names(hosts: Sequence[str]) -> str:
 
 def _lines(one: Mapping[str, Any], hosts: Sequence[str]) -> Iterable[tuple[str, ...]]:
     for rule in one["rules"]:
-        rows = ",".join(map(str, rule["rows"]))
-        yield names(hosts), _who(rule), rule["interface"] or "any", _ports(rule), rule["purpose"], rows
+        parts = "; ".join(dict.fromkeys(_PARTS[number] for number in rule["rows"])) or "the site"
+        yield names(hosts), _who(rule), rule["interface"] or "any", _ports(rule), rule["purpose"], parts
 
 
 def _text(groups: Sequence[tuple[list[str], Mapping[str, Any]]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 TABLE = "inet ironrack"
@@ -12,19 +13,32 @@ _INDENT = "        "
 _INTERFACE = re.compile(r"[A-Za-z0-9_.@-]{1,15}")
 _FAMILIES = ((4, "ip", "ipv4_addr"), (6, "ip6", "ipv6_addr"))
 
+# Echo requests, which are limited for each source: whoever floods a node takes nothing from the others, for whom it is
+# how they find out the MTU. A preflight asks a node some twenty times. They come before what is established, as a flood
+# soon is.
+_ECHO_SET = ("size 65535", "flags dynamic,timeout", "timeout 10s")
+_ECHO_LIMIT = "limit rate 100/second burst 200 packets"
+_ECHO = (
+    *(f"{icmp} type echo-request update @echo_{version} {{ {word} saddr {_ECHO_LIMIT} }} accept"
+      for icmp, version, word in (("icmp", 4, "ip"), ("icmpv6", 6, "ip6"))),
+    "icmp type echo-request drop",
+    "icmpv6 type echo-request drop",
+)  # fmt: skip
+
 # Path MTU discovery, neighbours and routers: without them connections hang or nothing is found at all.
 _CONTROL = (
     "icmp type { destination-unreachable, time-exceeded, parameter-problem } accept",
-    # Room for a preflight in which every node asks every other one.
-    "icmp type echo-request limit rate 1000/second burst 1000 packets accept",
     "icmpv6 type { destination-unreachable, packet-too-big, time-exceeded, parameter-problem } accept",
     "icmpv6 type { nd-router-solicit, nd-router-advert, nd-neighbor-solicit, nd-neighbor-advert,"
     " ind-neighbor-solicit, ind-neighbor-advert, mld-listener-query, mld-listener-report, mld-listener-done,"
     " mld2-listener-report } accept",
-    "icmpv6 type echo-request limit rate 1000/second burst 1000 packets accept",
     "ip protocol igmp accept",
     "ip6 saddr fe80::/10 udp sport 547 udp dport 546 accept",
 )
+
+
+# The same nodes are in the rules of each.
+_network = lru_cache(maxsize=8192)(ipaddress.ip_network)
 
 
 def render(found: Mapping[str, Any]) -> str:
@@ -51,11 +65,19 @@ def render(found: Mapping[str, Any]) -> str:
             "    }",
             "",
         ]
+    for version, _, kind in _FAMILIES:
+        text += [
+            f"    set echo_{version} {{",
+            *(f"{_INDENT}{line}" for line in (f"type {kind}", *_ECHO_SET)),
+            "    }",
+            "",
+        ]
     text += [
         "    chain input {",
         f"{_INDENT}type filter hook input priority filter; policy drop;",
-        f"{_INDENT}ct state established,related accept",
         f'{_INDENT}iifname "lo" accept',
+        *(f"{_INDENT}{line}" for line in _ECHO),
+        f"{_INDENT}ct state established,related accept",
         *(f"{_INDENT}{line}" for line in _CONTROL),
         f"{_INDENT}{lease}udp sport 67 udp dport 68 accept",
         f"{_INDENT}ct state invalid drop",
@@ -71,7 +93,7 @@ def render(found: Mapping[str, Any]) -> str:
 
 def _rule(rule: Mapping[str, Any], sets: dict[str, tuple[str, list[str]]]) -> list[str]:
     """One line for each family that the rule's networks belong to."""
-    networks = [ipaddress.ip_network(entry) for entry in rule["networks"]]
+    networks = [_network(entry) for entry in rule["networks"]]
     lines: list[str] = []
     if rule["ports"] == []:
         return lines

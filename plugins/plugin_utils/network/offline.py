@@ -48,8 +48,9 @@ def problems(
     values: Mapping[str, Mapping[str, Any]],
     addresses: Mapping[str, str | None],
     groups: Mapping[str, Iterable[str]],
+    logins: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """`addresses` are the cluster addresses of the plan's nodes."""
+    """`addresses` are the cluster addresses of the plan's nodes, `logins` whom Ansible logs in as by SSH."""
     nodes = {host: {"address": address, "groups": ["ironrack_runtime"]} for host, address in addresses.items()}
     found: list[Problem] = []
     for host, own in values.items():
@@ -63,9 +64,21 @@ def problems(
         lines = ssh.check({"accept_changed_host_keys": changed}, hosts=values)
         found += [_problem(host, line) for line in lines]
         found += _port_ranges(host, own)
+        found += _lock_out(host, own, (logins or {}).get(host, ""), host in nodes)
         if host in nodes:
             found += _clock(host, values, nodes)
     return found + list(_unknown_neighbours(values, addresses, groups))
+
+
+def _lock_out(host: str, own: Mapping[str, Any], login: str, managed: bool) -> Iterator[Problem]:
+    """Changes of sshd after which Ansible itself could not log in: refused before a host key is pinned."""
+    given = {
+        name: own[f"ssh_{name}"]
+        for name in ("settings", "allow_users")
+        if isinstance(own.get(f"ssh_{name}"), dict | list)
+    }
+    if managed and login and own.get("ssh_mode") == "hardened" and not ssh.check(given):
+        yield from (_problem(host, line) for line in ssh.locked_out(given, login, host))
 
 
 def _port_ranges(host: str, own: Mapping[str, Any]) -> Iterator[Problem]:

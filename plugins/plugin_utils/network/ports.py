@@ -42,6 +42,8 @@ class Row:
         return None if low is None or high is None else (low, high)
 
 
+# Ports at which nodes hand on files, with the defaults of the roles whose they are.
+FILE_PORTS = {"python_env_serve_port": 8790, "model_store_serve_port": 8791}
 # What instances have in place of a variable of their own.
 INSTANCE_PORTS = {"port": 8000, "master_port": 29501, "data_parallel_rpc_port": 29550}
 
@@ -51,7 +53,7 @@ def _number(word: str, values: Mapping[str, Any]) -> int | None:
 
     if word.isdigit():
         return int(word)
-    value = values.get(word, RAY_PORTS.get(word, INSTANCE_PORTS.get(word)))
+    value = values.get(word, {**RAY_PORTS, **INSTANCE_PORTS, **FILE_PORTS}.get(word))
     return None if value is None else int(value)
 
 
@@ -110,6 +112,10 @@ MATRIX: tuple[Row, ...] = (
     Row(31, _WATCH, "observability", "all", "9100", "tcp", "node exporter", "its flag"),
     Row(31, _WATCH, "observability", "all", "9400", "tcp", "dcgm-exporter", "its flag"),
     Row(32, "time", "cluster", "time", "123", "udp", "NTP", "base_time_serve"),
+    Row(33, "files", "runtime", "runtime", "python_env_serve_port", "tcp", "releases, from node to node",
+        "python_env_serve_port"),
+    Row(33, "files", "runtime", "runtime", "model_store_serve_port", "tcp", "models, from node to node",
+        "model_store_serve_port"),
 )
 # fmt: on
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..hosts import nics
 from ..hosts.judging import ORDER
-from . import probe_fabric, probe_shape
+from . import probe_fabric, probe_shape, rdma_verdict
 from . import probe_text as text
-from .probe_groups import Group, Pair, by_value, grouped, joined, ordered, shown
+from .probe_groups import Group, Pair, by_value, count, do, grouped, joined, ordered, shown, verb
 from .probe_peers import members, purposes
 
 Probe = Mapping[str, Any]
@@ -40,6 +41,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "net_clock": (),
     "net_bandwidth": (),
     "net_gloo": ("A8", "A9", "A10"),
+    "net_rdma": ("F5", "F7", "F8"),
     "net_nccl": ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "F7", "F8", "F13", "F14", "F15", "F16", "F17", "F18", "F22"),
 }
 # Of one process, whatever the link can do.
@@ -56,6 +58,7 @@ class Settings:
     accept: Sequence[str] = ()
     clock_seconds: float = 1.0
     min_bandwidth_fraction: float = 0.8
+    min_rdma_fraction: float = 0.9
 
 
 @dataclass
@@ -98,7 +101,12 @@ class Direction:
     @property
     def astray(self) -> bool:
         """Another node, or another run, answers: what is open there says nothing of this one."""
-        return bool({attempt.get("answered_by") for attempt in self.probe.get("tcp") or []} - {None, self.target})
+        return bool(self.answers - {self.target})
+
+    @property
+    def answers(self) -> set[str]:
+        """Who says a name there."""
+        return {str(name) for attempt in self.probe.get("tcp") or [] if (name := attempt.get("answered_by"))}
 
     @property
     def closed(self) -> bool:
@@ -107,7 +115,7 @@ class Direction:
     @property
     def silent(self) -> bool:
         """Nobody says on the wire that the address is its own."""
-        return not self.probe.get("mac") and self.probe.get("neighbour") in ("failed", "incomplete")
+        return not text.card(self.probe.get("mac")) and self.probe.get("neighbour") in ("failed", "incomplete")
 
     def bad_ports(self, pinned: bool) -> list[Mapping[str, Any]]:
         return [attempt for attempt in self.bad if (attempt["kind"] == "pinned") == pinned]
@@ -129,8 +137,8 @@ class View:
     ports: Mapping[str, Any]
     results: Mapping[str, Any]
     findings: list[dict[str, Any]] = field(default_factory=list)
-    # Of checks without a finding: what was seen, or why nothing was.
-    notes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # Of checks without a finding: what was seen, or why nothing was; then what was left out, and why.
+    notes: dict[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nodes = ordered(self.probes)
@@ -142,16 +150,35 @@ class View:
         self.seen: dict[str, Probe] = {
             name: probe for name in self.nodes if (probe := self.probes[name]) and name not in self.broken
         }
-        self.directions: dict[Pair, Direction] = {}
+        self.measured: dict[Pair, Direction] = {}
         for name, probe in self.seen.items():
             for other, peer in (probe.get("peers") or {}).items():
                 there = self.listeners.get(other) or {}
                 busy, held = (frozenset(there.get(key) or ()) for key in ("busy", "held"))
-                self.directions[name, other] = Direction(name, other, peer, busy, held)
+                self.measured[name, other] = Direction(name, other, peer, busy, held)
+        # Whose address a node has in place of its own. What is measured of the two is of the other one.
+        self.instead = self._instead()
+        self.mixed = {*self.instead, *self.instead.values()}
+        self.directions = {pair: found for pair, found in self.measured.items() if not self.mixed.intersection(pair)}
         # Where a node has the other's address too, packets never leave it, and replies to the other never come back.
         looped = {pair for pair, found in self.directions.items() if found.itself}
         looped |= {(target, source) for source, target in looped}
         self.tested = {pair for pair, found in self.directions.items() if found.tested and not found.astray} - looped
+
+    def _instead(self) -> dict[str, str]:
+        found = {}
+        owners = {self.address(name): name for name in self.plan["nodes"]}
+        for name, probe in self.seen.items():
+            if has_own(probe):
+                continue
+            interface = probe.get("interface") or {}
+            others = [owners.get(text.bare(entry)) for entry in interface.get("addresses") or []]
+            # Where it has no interface of that name, those who found it at the address of another one tell.
+            others += [target for (_, target), each in self.measured.items() if each.answers == {name}]
+            foreign = next((other for other in others if other and other != name), None)
+            if foreign:
+                found[name] = foreign
+        return found
 
     def address(self, name: str) -> str:
         node = self.plan["nodes"].get(name) or {}
@@ -191,8 +218,19 @@ class View:
             }
         )
 
-    def note(self, check: str, status: str, measured: str) -> None:
-        self.notes[check] = (status, measured)
+    def note(self, check: str, status: str, measured: str, left: str = "") -> None:
+        """`left` is what was not tested, and why."""
+        self.notes[check] = (status, "; ".join(filter(None, (measured, left))), left)
+
+    def skip(self, check: str, why: str, what: str = "not tested") -> None:
+        self.note(check, "skip", "", f"{what}: {why}")
+
+
+def has_own(probe: Probe) -> bool:
+    """Whether the node's interface has its cluster address."""
+    interface = probe.get("interface") or {}
+    own = {text.bare(entry) for entry in interface.get("addresses") or []}
+    return bool(interface and interface.get("has_address", text.bare(probe.get("address") or "") in own))
 
 
 # --- reachable at all ------------------------------------------------------------------------------------------------
@@ -235,18 +273,18 @@ def _probed(view: View) -> None:
                 nodes=[name],
             )
             continue
-        others = [view.directions[other, name] for other in view.seen if (other, name) in view.directions]
+        others = [view.measured[other, name] for other in view.seen if (other, name) in view.measured]
         open_to = [found.source for found in others if found.good]
-        neighbours = [found.source for found in others if found.probe.get("mac")]
+        neighbours = [found.source for found in others if text.card(found.probe.get("mac"))]
         if open_to:
             seen = f"its listener answers {shown(open_to)}"
         elif any(found.bad for found in others):
             how = _how(found.bad for found in others if found.bad)[1]
-            seen = f"{shown([found.source for found in others if found.bad])} connect to it: {how}"
+            seen = f"{do([found.source for found in others if found.bad], 'connect')} to it: {how}"
         elif neighbours:
             seen = f"something with its address {view.address(name)} answers {shown(neighbours)} on the wire"
         elif others:
-            seen = f"{shown([found.source for found in others])} see nothing at its address {view.address(name)}"
+            seen = f"{do([found.source for found in others], 'see')} nothing at its address {view.address(name)}"
         else:
             seen = "no other node looked for it"
         view.find(
@@ -258,33 +296,72 @@ def _probed(view: View) -> None:
             remedy="see the error of that host above; repair it, or leave it out with --limit",
             nodes=[name],
         )
-    view.note("net_probed", "pass", f"{len(view.seen)} nodes")
+    view.note("net_probed", "pass", count(len(view.seen), "node"))
+
+
+def _mixed(view: View) -> None:
+    """Nodes that have each other's address: one finding for all that follows from it."""
+    left = dict(view.instead)
+    while left:
+        # Those that hang together: two that are swapped, or several in a circle or a row.
+        part = {next(iter(left))}
+        while more := {each for pair in left.items() if part.intersection(pair) for each in pair} - part:
+            part |= more
+        told = {name: left.pop(name) for name in ordered(part & {*left})}
+        swapped, names = len(told) == len(part), joined(ordered(part))
+        view.find(
+            "net_interface",
+            "fail",
+            joined([f"{name} has {view.address(other)}, the address of {other}" for name, other in told.items()])
+            + ("" if swapped else f"; {joined([f'{name} should have {view.address(name)}' for name in told])}"),
+            expected="each node has its own cluster address",
+            cause=f"the addresses of {names} are mixed up, in the inventory or on the nodes"
+            if swapped
+            else "cluster_address is of another node, or the node was given the address of another one",
+            remedy=f"exchange cluster_address of {names} in the inventory, or the addresses on the nodes"
+            if swapped
+            else "correct cluster_address in the inventory, or the address on the node",
+            nodes=part & {*view.seen},
+            targets=part - {*view.seen},
+            pairs=[pair for pair in view.measured if part.intersection(pair)],
+        )
 
 
 def _interfaces(view: View) -> None:
+    _mixed(view)
+    bad: dict[tuple[str, str], dict[str, str]] = {}
     for name, probe in view.seen.items():
         interface, address = probe.get("interface") or {}, view.address(name)
-        own = {text.bare(entry) for entry in interface.get("addresses") or []}
+        network = text.network_of(address, interface.get("addresses") or [])
+        if name in view.instead:
+            continue
         if not interface:
             has, cause = (
                 f"no interface has {address}",
                 "cluster_address is not this node's, or cluster_interface is gone",
             )
-        elif not interface.get("has_address", address in own):
-            has = f"{interface.get('name')} has {', '.join(sorted(own)) or 'no address'}, not {address}"
+        elif not has_own(probe):
+            listed = sorted({text.bare(entry) for entry in interface.get("addresses") or []})
+            has = f"{interface.get('name')} has {', '.join(listed) or 'no address'}, not {address}"
             cause = "cluster_address is not this node's, or belongs to another interface"
         elif interface.get("up") is False:
             has, cause = f"{interface.get('name')} is down", "cable, switch port, or the interface's configuration"
+        elif network and (kind := nics.reserved(address, network.prefixlen)):
+            has = f"{address} is {kind} of {network}, which {interface.get('name')} is in"
+            cause = "cluster_address, or the prefix length of the interface, is wrong: nobody can use that address"
         else:
             continue
+        bad.setdefault((cause, "" if len(view.seen) == 1 else interface.get("name") or ""), {})[name] = has
+    for (cause, _), told in bad.items():
+        own = f"{view.address(next(iter(told)))}" if len(told) == 1 else "the node's cluster address"
         view.find(
             "net_interface",
             "fail",
-            has,
-            expected=f"the interface of the cluster is up and has {address}",
+            next(iter(told.values())) if len(told) == 1 else text.listed(told),
+            expected=f"the interface of the cluster is up and has {own}",
             cause=cause,
             remedy="correct cluster_interface and cluster_address in the inventory, or the node's network",
-            nodes=[name],
+            nodes=told,
         )
     view.note("net_interface", "pass", "up, with the cluster's address")
     families = {name: str(probe.get("family") or 0) for name, probe in view.seen.items()}
@@ -329,22 +406,18 @@ def _connections(view: View) -> None:
             targets=group.targets,
             pairs=group.pairs,
         )
-    count = len(view.tested)
-    skipped = [
-        (pair, found) for pair, found in view.directions.items() if not found.tested and pair[1] not in view.nodes
-    ]
-    outside = ordered({pair[1] for pair, _ in skipped})
     for check in ("net_connect", "net_partition"):
-        if not count:
-            view.note(check, "skip", f"not tested: {_why_none(view)}")
+        if not view.tested:
+            view.skip(check, _why_none(view))
         else:
-            more = f"; not tested: {shown(outside)}, not in this run" if outside else ""
-            view.note(check, "pass", f"{count} directions between {len(view.seen)} nodes{more}")
+            told = f"{count(len(view.tested), 'direction')} between {count(len(view.seen), 'node')}"
+            view.note(check, "pass", told)
 
 
 def _why_none(view: View) -> str:
+    outside = [name for name in members(view.plan) if name not in view.nodes]
     if len(view.nodes) < 2:
-        return "one node alone in this run"
+        return "one node alone in this run" + (f", {do(outside, 'are')} not in it" if outside else "")
     if any(found.astray for found in view.directions.values()):
         return "another node or another run answers"
     reasons = Counter(str(found.probe.get("why")) for found in view.directions.values() if found.probe.get("why"))
@@ -373,7 +446,12 @@ def _ports(view: View) -> None:
             for pair in view.tested
             for entry in view.directions[pair].probe["tcp"]
         )
-        view.note(check, "pass" if tried else "skip", f"{tried} connections" if tried else "nothing to test")
+        if tried:
+            view.note(check, "pass", count(tried, "connection"))
+        elif view.tested:
+            view.skip(check, "no node has such a port")
+        else:
+            view.skip(check, _why_none(view))
 
 
 def _port_finding(view: View, check: str, group: Group, value: str) -> None:
@@ -391,7 +469,7 @@ def _port_finding(view: View, check: str, group: Group, value: str) -> None:
         examples = ", ".join(str(attempt["port"]) for attempt in bad[:3])
         what = f"{'no random high port' if every else 'some random high ports are closed'}: {examples}"
     where = text.direction(group)
-    cause, remedy = text.ports(pinned, every, result, shown(group.targets))
+    cause, remedy = text.ports(pinned, every, result, group.targets)
     view.find(
         check,
         "fail",
@@ -432,7 +510,10 @@ def _identities(view: View) -> None:
             pairs=[(source, target) for source in sources],
         )
     _mute(view)
-    view.note("net_identity", *_told(view, "each address is answered by its node"))
+    if view.tested:
+        view.note("net_identity", "pass", "each address is answered by its node")
+    else:
+        view.skip("net_identity", _why_none(view))
 
 
 def _mute(view: View) -> None:
@@ -464,19 +545,16 @@ def _mute(view: View) -> None:
         )
 
 
-def _told(view: View, measured: str) -> tuple[str, str]:
-    return ("pass", measured) if view.tested else ("skip", f"not tested: {_why_none(view)}")
-
-
 def _duplicates(view: View) -> None:
     tested = 0
     for name, probe in view.seen.items():
-        others, interface = probe.get("duplicate"), probe.get("interface") or {}
-        tested += others is not None
+        interface = probe.get("interface") or {}
+        tested += probe.get("duplicate") is not None
+        others = [card for entry in probe.get("duplicate") or [] if (card := text.card(entry))]
         refused = view.address(name) in map(text.bare, interface.get("dad_failed") or [])
-        if not others and not refused:
+        if (not others and not refused) or name in view.mixed:
             continue
-        measured = f"{joined(list(map(str, others or ())))} has the address {view.address(name)} of {name} too"
+        measured = f"{joined(others)} {verb('have', len(others))} the address {view.address(name)} of {name} too"
         view.find(
             "net_duplicate_address",
             "fail",
@@ -490,8 +568,8 @@ def _duplicates(view: View) -> None:
         )
     cards: dict[str, list[str]] = {}
     for name, probe in view.seen.items():
-        if card := (probe.get("interface") or {}).get("mac"):
-            cards.setdefault(str(card).lower(), []).append(name)
+        if card := text.card((probe.get("interface") or {}).get("mac")):
+            cards.setdefault(card, []).append(name)
     for card, names in cards.items():
         if len(names) > 1:
             view.find(
@@ -506,17 +584,18 @@ def _duplicates(view: View) -> None:
     _other_cards(view)
     why = Counter(str(probe["duplicate_error"]) for probe in view.seen.values() if probe.get("duplicate_error"))
     if tested:
-        view.note("net_duplicate_address", "pass", f"nobody else has the address of {tested} nodes")
+        left = f"not tested on {count(sum(why.values()), 'node')}: {why.most_common(1)[0][0]}" if why else ""
+        view.note("net_duplicate_address", "pass", f"nobody else has the address of {count(tested, 'node')}", left)
     else:
-        view.note("net_duplicate_address", "skip", f"not tested: {why.most_common(1)[0][0] if why else 'not asked'}")
+        view.skip("net_duplicate_address", why.most_common(1)[0][0] if why else "not asked")
 
 
 def _other_cards(view: View) -> None:
     """Others see another hardware address than the node says of itself: a second machine answers some of the time."""
     seen: dict[tuple[str, str], list[str]] = {}
     for (source, target), found in view.directions.items():
-        card = str(found.probe.get("mac") or "").lower()
-        own = str(((view.seen.get(target) or {}).get("interface") or {}).get("mac") or "").lower()
+        card = text.card(found.probe.get("mac"))
+        own = text.card(((view.seen.get(target) or {}).get("interface") or {}).get("mac"))
         # InfiniBand's are longer, and shown in several ways; behind a gateway it is the gateway's.
         routed = (found.probe.get("route") or {}).get("gateway")
         if len(card) == len(own) == 17 and card != own and not routed:
@@ -525,7 +604,7 @@ def _other_cards(view: View) -> None:
         view.find(
             "net_duplicate_address",
             "warn",
-            f"{shown(sources)} find {view.address(target)} of {target} at {card}, not at its own hardware address",
+            f"{do(sources, 'find')} {view.address(target)} of {target} at {card}, not at its own hardware address",
             expected="the hardware address of the node's interface",
             cause="a second machine has the address, or something answers for it (proxy ARP, a bond that moved)",
             remedy="look for that hardware address in the switch; on the nodes: ip neigh flush to ADDRESS",
@@ -537,7 +616,7 @@ def _other_cards(view: View) -> None:
 
 def _names(view: View) -> None:
     missing: dict[str, list[str]] = {}
-    other: dict[tuple[str, str], list[str]] = {}
+    other: dict[str, dict[str, str]] = {}
     for (source, target), found in view.directions.items():
         told = found.probe.get("name")
         if told is None:
@@ -546,7 +625,7 @@ def _names(view: View) -> None:
         if not resolves:
             missing.setdefault(target, []).append(source)
         elif view.address(target) not in resolves or any(text.loopback(entry) for entry in resolves):
-            other.setdefault((target, ", ".join(resolves)), []).append(source)
+            other.setdefault(source, {})[target] = ", ".join(resolves)
     if missing:
         asking = {source for listed in missing.values() for source in listed}
         view.find(
@@ -559,26 +638,58 @@ def _names(view: View) -> None:
             nodes=asking,
             targets=missing,
         )
-    for (target, told), sources in other.items():
+    for sources, told in alike(other):
+        (target, *more), one = told, len(told) == 1
         view.find(
             "net_names",
             "fail",
-            f"on {shown(sources)} the name {target} means {told}",
-            expected=f"{view.address(target)}, its cluster address",
-            cause="an old line in /etc/hosts, or a name server that knows another address of it",
-            remedy="run playbooks/network.yml, which writes /etc/hosts; take older lines of that name out",
+            f"on {shown(sources)} the name {target} means {told[target]}"
+            if not more
+            else f"on {shown(sources)} the names of {len(told)} nodes mean other addresses: {text.listed(told)}",
+            expected=f"{view.address(target)}, its cluster address"
+            if one
+            else "each name means the node's cluster address"
+            f" ({text.listed({name: view.address(name) for name in told})})",
+            cause="an old line in /etc/hosts, or a name server that knows another address of it"
+            if one
+            else "old lines in /etc/hosts, or a name server that knows other addresses of them",
+            remedy="run playbooks/network.yml, which writes /etc/hosts; take older lines of"
+            f" {'that name' if one else 'these names'} out",
             nodes=sources,
-            targets=[target],
+            targets=told,
         )
     asked = any(found.probe.get("name") is not None for found in view.directions.values())
-    view.note("net_names", "pass" if asked else "skip", "each name means its cluster address" if asked else "not asked")
+    if asked:
+        view.note("net_names", "pass", "each name means its cluster address")
+    else:
+        view.skip("net_names", "no peer was asked for")
+
+
+def alike(told: Mapping[str, Mapping[str, str]]) -> list[tuple[list[str], dict[str, str]]]:
+    """Nodes that say the same of others, with what they say: of itself none does, which is no difference."""
+    found: list[tuple[list[str], dict[str, str]]] = []
+    for name in ordered(told):
+        for names, whole in found:
+            both = {other for other in {*whole, *told[name]} if other not in (name, *names)}
+            if all(whole.get(other) == told[name].get(other) for other in both) and not any(
+                whole.get(other, said) != said for other, said in told[name].items()
+            ):
+                names.append(name)
+                whole.update(told[name])
+                break
+        else:
+            found.append(([name], dict(told[name])))
+    return [(names, {name: whole[name] for name in ordered(whole)}) for names, whole in found]
 
 
 def _own_names(view: View) -> None:
+    owners = {view.address(name): name for name in view.plan["nodes"]}
     told: dict[tuple[str, str], dict[str, str]] = {}
     for name, probe in view.seen.items():
         own = probe.get("hostname") or {}
         resolves = [text.bare(entry) for entry in own.get("resolves") or []]
+        if name in view.mixed:
+            continue
         looped = [entry for entry in resolves if text.loopback(entry)]
         if looped:
             cause = "the line with 127.0.1.1 that the installer of Debian and Ubuntu writes into /etc/hosts"
@@ -587,8 +698,10 @@ def _own_names(view: View) -> None:
             cause = "no line in /etc/hosts; Gloo and Ray may fall back to loopback"
             told.setdefault(("warn", cause), {})[name] = f"{own.get('name')} cannot be resolved: {own.get('error')}"
         elif view.address(name) not in resolves:
-            cause = "the name belongs to another interface of the node"
-            told.setdefault(("warn", cause), {})[name] = f"{own.get('name')} means {joined(resolves)}"
+            cause = _whose(resolves, view.address(name), owners, probe.get("addresses"))
+            told.setdefault(("warn", cause), {})[name] = (
+                f"{own.get('name')} means {joined(resolves)}, not {view.address(name)}"
+            )
     for (status, cause), names in told.items():
         view.find(
             "net_own_name",
@@ -600,6 +713,21 @@ def _own_names(view: View) -> None:
             nodes=names,
         )
     view.note("net_own_name", "pass", "each node's own name means its cluster address")
+
+
+def _whose(resolves: Sequence[str], address: str, owners: Mapping[str, str], own: Sequence[Any] | None) -> str:
+    """Why a node's own name means these addresses and not its cluster address."""
+    if others := ordered({owners[entry] for entry in resolves if entry in owners}):
+        return f"the name means {joined(others)} there: /etc/hosts was copied from it, or a name server mixes them up"
+    if all((":" in entry) != (":" in address) for entry in resolves):
+        spoken, known = ("IPv6", "IPv4") if ":" in address else ("IPv4", "IPv6")
+        return f"the cluster speaks {spoken}, and the name is known by {known} alone"
+    # What a node has was not told by older versions of the module.
+    if own is not None and not {text.bare(entry) for entry in own}.intersection(resolves):
+        return (
+            "an address that the node does not have (any more): an old line in /etc/hosts, or an old name server entry"
+        )
+    return "the name belongs to another interface of the node"
 
 
 # --- routes, MTU, clock ----------------------------------------------------------------------------------------------
@@ -627,38 +755,52 @@ def _routes(view: View) -> None:
             nodes=names,
         )
     view.note("net_default_route", "pass", "at most one on each node")
-    wrong: dict[tuple[str, str], list[str]] = {}
+    wrong: dict[str, dict[str, dict[str, str]]] = {}
+
+    def add(kind: str, source: str, target: str, told: str) -> None:
+        wrong.setdefault(kind, {}).setdefault(source, {})[target] = told
+
     for (source, target), found in view.directions.items():
         route = found.probe.get("route")
         if not route:
             continue
         if route.get("error"):
-            wrong.setdefault((source, f"has no route: {route['error']}"), []).append(target)
+            add("none", source, target, f"has no route: {route['error']}")
             continue
         interface = ((view.seen[source].get("interface") or {}).get("name")) or ""
         leaves, sender = str(route.get("dev") or ""), text.bare(route.get("src") or "")
         if interface and leaves and leaves not in (interface, "lo"):
-            wrong.setdefault((source, f"leaves by {leaves}, not by {interface}"), []).append(target)
+            add("interface", source, target, f"leaves by {leaves}, not by {interface}")
         elif leaves == "lo":
-            wrong.setdefault((source, "ends on the node itself: it has that address too"), []).append(target)
+            add("loop", source, target, "ends on the node itself: it has that address too")
         elif sender and sender != view.address(source):
-            told = f"leaves with the address {sender}, not {view.address(source)}"
-            wrong.setdefault((source, told), []).append(target)
-    for (source, told), targets in wrong.items():
-        view.find(
-            "net_route",
-            "fail",
-            f"from {source} to {shown(targets)} traffic {told}",
-            expected="traffic between nodes leaves by the cluster's interface, with the cluster's address",
-            cause="another interface has an address in the same network, a more specific route, or the cluster's"
-            " interface has none in the peers' network",
-            remedy="look at ip route get ADDRESS on the node; correct prefix, routes or cluster_interface",
-            nodes=[source],
-            targets=targets,
-            pairs=[(source, target) for target in targets],
-        )
+            add("sender", source, target, f"leaves with the address {sender}, not {view.address(source)}")
+    for kind in wrong.values():
+        _wrong_ways(view, kind)
     routed = any(found.probe.get("route") for found in view.directions.values())
-    view.note("net_route", "pass" if routed else "skip", "by the cluster's interface" if routed else "not asked")
+    if routed:
+        view.note("net_route", "pass", "by the cluster's interface")
+    else:
+        view.skip("net_route", "no peer was asked for")
+
+
+def _wrong_ways(view: View, wrong: Mapping[str, Mapping[str, str]]) -> None:
+    """Routes that are wrong in one way: the nodes that have the same told once, the others each."""
+    for sources, told in alike(wrong):
+        for said, targets in _by(told).items():
+            pairs = [(source, target) for source in sources for target in targets if wrong[source].get(target) == said]
+            view.find(
+                "net_route",
+                "fail",
+                f"from {shown(sources)} to {shown(targets)} traffic {said}",
+                expected="traffic between nodes leaves by the cluster's interface, with the cluster's address",
+                cause="another interface has an address in the same network, a more specific route, or the cluster's"
+                " interface has none in the peers' network",
+                remedy="look at ip route get ADDRESS on the node; correct prefix, routes or cluster_interface",
+                nodes=sources,
+                targets=targets,
+                pairs=pairs,
+            )
 
 
 def _mtu(view: View) -> None:
@@ -677,7 +819,7 @@ def _mtu(view: View) -> None:
             remedy="set the same MTU on the interface of every node, and at least that on the switches",
             nodes=odd,
         )
-    view.note("net_mtu_equal", "pass", f"{next(iter(sizes.values()), 'unknown')} on {len(sizes)} nodes")
+    view.note("net_mtu_equal", "pass", f"{next(iter(sizes.values()), 'unknown')} on {count(len(sizes), 'node')}")
     bad: dict[Pair, str] = {}
     tested = set()
     for pair, found in view.directions.items():
@@ -708,12 +850,12 @@ def _mtu(view: View) -> None:
         for found in view.directions.values()
         if (told := found.probe.get("mtu")) and told.get("ok") is None
     )
+    why = errors.most_common(1)[0][0] if errors else _why_none(view)
     if tested:
-        more = f"; not measured in {sum(errors.values())} directions" if errors else ""
-        view.note("net_mtu_path", "pass", f"{len(tested)} directions{more}")
+        left = f"not measured in {count(sum(errors.values()), 'direction')}: {why}" if errors else ""
+        view.note("net_mtu_path", "pass", count(len(tested), "direction"), left)
     else:
-        why = errors.most_common(1)[0][0] if errors else _why_none(view)
-        view.note("net_mtu_path", "skip", f"not measured: {why}")
+        view.skip("net_mtu_path", why, "not measured")
 
 
 def offsets(view: View) -> dict[str, float]:
@@ -744,7 +886,7 @@ def _clock(view: View) -> None:
         pair: float(told["offset_s"]) for pair, found in view.directions.items() if (told := found.probe.get("clock"))
     }
     if not measured:
-        view.note("net_clock", "skip", f"not measured: {_why_none(view)}")
+        view.skip("net_clock", _why_none(view), "not measured")
         return
     pair = max(measured, key=lambda each: abs(measured[each]))
     view.note("net_clock", "pass", f"at most {abs(measured[pair]):.3f} s apart ({pair[0]}, {pair[1]})")
@@ -782,8 +924,9 @@ def _bandwidth(view: View) -> None:
         elif told:
             errors[pair] = str(told.get("error"))
     if not speeds and not errors:
-        why = "preflight_network=full measures it" if view.settings.mode != "full" else _why_none(view)
-        view.note("net_bandwidth", "skip", f"not tested: {why}")
+        view.skip(
+            "net_bandwidth", _why_none(view) if view.settings.mode == "full" else "preflight_network=full tests it"
+        )
         return
     middle = statistics.median(speeds.values()) if speeds else 0.0
     bad: dict[Pair, str] = {}
@@ -819,7 +962,8 @@ def _bandwidth(view: View) -> None:
         view.find(
             "net_bandwidth",
             "warn",
-            f"{len(pairs)} of {len(speeds) + len(errors)} directions were not measured: {told}",
+            f"{len(pairs)} of {count(len(speeds) + len(errors), 'direction')} {verb('were', len(pairs))} not measured:"
+            f" {told}",
             expected="a measurement of each direction",
             cause="other tests kept the nodes busy, or the connection broke while data went over it",
             remedy="run it again, with more preflight_network_bandwidth_seconds or fewer nodes (--limit)",
@@ -832,7 +976,7 @@ def _bandwidth(view: View) -> None:
         view.note(
             "net_bandwidth",
             "pass",
-            f"{len(speeds)} directions, {middle:.0f} Mbit/s in the middle, worst {worst[0]} to {worst[1]} with"
+            f"{count(len(speeds), 'direction')}, {middle:.0f} Mbit/s in the middle, worst {worst[0]} to {worst[1]} with"
             f" {speeds[worst]:.0f}",
         )
 
@@ -843,16 +987,19 @@ def _link(view: View, name: str) -> int | None:
 
 def _gloo(view: View) -> None:
     results = view.results.get("gloo") or {}
-    reasons = Counter(str(entry["why"]) for entry in results.values() if entry and entry.get("why"))
-    count, bad, causes = 0, dict[Pair, str](), dict[Pair, str]()
+    reasons: dict[str, list[str]] = {}
+    for name in ordered(results):
+        if why := (results[name] or {}).get("why"):
+            reasons.setdefault(str(why), []).append(name)
+    tried, bad, causes = 0, dict[Pair, str](), dict[Pair, str]()
     for name in ordered(results):
         mine = (results[name] or {}).get("next")
         peer = str((mine or {}).get("peer"))
         theirs = results.get(peer) or {}
         # Where the neighbour could not take part, waiting for it tells nothing.
-        if not mine or not theirs.get("tested"):
+        if not mine or not theirs.get("tested") or view.mixed.intersection((name, peer)):
             continue
-        count += 1
+        tried += 1
         other = theirs.get("previous") or {}
         if mine["ok"] and other.get("ok"):
             continue
@@ -862,23 +1009,23 @@ def _gloo(view: View) -> None:
         bad[name, peer] = said[0] if said else f"{peer}: gave no answer"
         causes[name, peer] = text.gloo(bad[name, peer], {who: results[who].get("interface") for who in (name, peer)})
     for cause, pairs in by_value(causes).items():
-        more = f"; and {len(pairs) - 2} more pairs" if len(pairs) > 2 else ""
+        more = f"; and {count(len(pairs) - 2, 'more pair')}" if len(pairs) > 2 else ""
         view.find(
             "net_gloo",
             "fail",
-            f"{len(pairs)} of {count} pairs failed: {'; '.join(bad[pair] for pair in pairs[:2])}{more}",
+            f"{len(pairs)} of {count(tried, 'pair')} failed: {'; '.join(bad[pair] for pair in pairs[:2])}{more}",
             expected="an all-reduce of two ranks gives the sum on both",
             cause=cause,
             remedy="run playbooks/network.yml, which sets GLOO_SOCKET_IFNAME; see net_connect and net_ports_random",
             nodes={name for pair in pairs for name in pair},
             pairs=pairs,
         )
-    if count:
-        more = f"; not tested on some nodes: {joined(list(reasons))}" if reasons else ""
-        view.note("net_gloo", "pass", f"{count} pairs{more}")
+    missing = joined([f"{why} ({shown(names)})" for why, names in reasons.items()])
+    if tried:
+        view.note("net_gloo", "pass", count(tried, "pair"), f"not tested on some nodes: {missing}" if missing else "")
     else:
-        usual = "preflight_network=full tests it" if view.settings.mode != "full" else _why_none(view)
-        view.note("net_gloo", "skip", f"not tested: {reasons.most_common(1)[0][0] if reasons else usual}")
+        usual = _why_none(view) if view.settings.mode == "full" else "preflight_network=full tests it"
+        view.skip("net_gloo", missing or usual)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -909,6 +1056,7 @@ def judge(
         _clock,
         _bandwidth,
         _gloo,
+        rdma_verdict.verdict,
         probe_fabric.nccl,
     ):
         part(view)
@@ -921,15 +1069,19 @@ def judge(
             "id": check,
             "group": list(group),
             "status": found.get(check) or view.notes[check][0],
-            "measured": view.notes.get(check, ("", ""))[1] if check not in found else _first(view.findings, check),
+            "measured": view.notes[check][1] if check not in found else _first(view.findings, check),
+            # What of it was not tested, and why.
+            "left": view.notes.get(check, ("", "", ""))[2],
         }
         for check, group in CHECKS.items()
     ]
     counts = {status: sum(item["status"] == status for item in checks) for status in reversed(ORDER)}
     view.findings.sort(key=lambda finding: (finding["status"] != "fail", list(CHECKS).index(finding["check"])))
+    # A node alone, or peers that are all left out by --limit: nothing between nodes was tried.
+    untried = len(members(plan)) > 1 and not any(found.tested for found in view.measured.values())
     report = {
         "ok": not counts["fail"],
-        "verdict": "fail" if counts["fail"] else "warn" if counts["warn"] else "pass",
+        "verdict": "fail" if counts["fail"] else "warn" if counts["warn"] else "skip" if untried else "pass",
         "mode": view.settings.mode,
         "nodes": view.nodes,
         "missing": [name for name in view.nodes if name not in view.seen],
@@ -958,10 +1110,11 @@ def _worst(view: View) -> dict[str, Any]:
             figures["clock_offset_s"][pair] = abs(float(told["offset_s"]))
         if (told := found.probe.get("bandwidth")) and told.get("mbit_s") is not None:
             figures["bandwidth_mbit_s"][pair] = float(told["mbit_s"])
+    figures["rdma_gb_s"] = {pair: cell["rdma_gb_s"] for pair, cell in rdma_verdict.cells(view).items()}
     worst = {}
     for name, values in figures.items():
         if values:
-            pair = (min if name == "bandwidth_mbit_s" else max)(values, key=lambda each: values[each])
+            pair = (min if name in ("bandwidth_mbit_s", "rdma_gb_s") else max)(values, key=lambda each: values[each])
             worst[name] = {"pair": list(pair), "value": values[pair]}
     return worst
 
@@ -974,7 +1127,8 @@ def _matrix(view: View) -> dict[str, dict[str, dict[str, Any]]]:
             status, checks = bad.get((pair[0], pair[1]), ("pass", []))
             bad[pair[0], pair[1]] = max(status, finding["status"], key=ORDER.index), [*checks, finding["check"]]
     matrix: dict[str, dict[str, dict[str, Any]]] = {}
-    for (source, target), found in view.directions.items():
+    over_rails = rdma_verdict.cells(view)
+    for (source, target), found in view.measured.items():
         status, checks = bad.get((source, target), ("pass" if found.tested else "skip", []))
         cell: dict[str, Any] = {"status": status}
         if checks:
@@ -995,5 +1149,6 @@ def _matrix(view: View) -> dict[str, dict[str, dict[str, Any]]]:
             cell["offset_s"] = round(float(told["offset_s"]), 4)
         if (told := found.probe.get("bandwidth")) and told.get("mbit_s") is not None:
             cell["mbit_s"] = round(float(told["mbit_s"]))
+        cell |= over_rails.get((source, target), {})
         matrix.setdefault(source, {})[target] = cell
     return matrix

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import bandwidth
-from .probe_groups import joined, ordered, shown
+from .probe_groups import count, joined, ordered, shown, verb
 
 if TYPE_CHECKING:
     from .probe import View
@@ -94,7 +94,7 @@ def slowest(tried: Sequence[Run]) -> list[Run]:
 def nccl(view: View) -> None:
     """Adds findings and the note of net_nccl."""
     results = {name: entry for name, entry in (view.results.get("nccl") or {}).items() if entry}
-    tried = runs(results)
+    tried = [run for run in runs(results) if not view.mixed.intersection(run["nodes"])]
     done = [run for run in tried if not run["why"]]
     good = [run for run in done if not run["error"]]
     _failures(view, [run for run in done if run["error"]])
@@ -106,10 +106,14 @@ def nccl(view: View) -> None:
     reasons = Counter(str(run["why"]) for run in tried if run["why"] and run["why"] != "one GPU")
     if good:
         unknown = sum(run["expected"] is None for run in good)
-        more = f"; {unknown} of these speeds are told only, no figure to compare them with is known" if unknown else ""
-        more += f"; not tested: {joined([why for why, _ in reasons.most_common(2)])}" if reasons else ""
+        them = "it" if unknown == 1 else "them"
+        more = (
+            f"; {unknown} of these speeds {verb('are', unknown)} told only, no figure to compare {them} with is known"
+        )
+        more = more if unknown else ""
         told = joined([speed(run) for run in slowest(good)])
-        view.note("net_nccl", "pass", f"{len(good)} times, the slowest: {told}{more}")
+        left = f"not tested: {joined([why for why, _ in reasons.most_common(2)])}" if reasons else ""
+        view.note("net_nccl", "pass", f"{count(len(good), 'time')}, the slowest: {told}{more}", left)
         return
     if view.settings.mode != "full":
         why = "preflight_network=full tests it"
@@ -117,7 +121,7 @@ def nccl(view: View) -> None:
         why = reasons.most_common(1)[0][0]
     else:
         why = "one GPU a node, and no engine over several nodes" if tried else "no result of any node"
-    view.note("net_nccl", "skip", f"not tested: {why}")
+    view.skip("net_nccl", why)
 
 
 def _failures(view: View, bad: Sequence[dict[str, Any]]) -> None:

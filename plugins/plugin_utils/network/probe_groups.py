@@ -106,5 +106,27 @@ def by_value(pairs: Mapping[Pair, str]) -> dict[str, list[Pair]]:
     return found
 
 
+_IRREGULAR = {"are": "is", "were": "was", "do": "does", "have": "has"}
+
+
+def verb(many: str, number: int) -> str:
+    """The form of a verb for so many: they find, but it finds; they do not, but it does not."""
+    if number != 1:
+        return many
+    first, _, rest = many.partition(" ")
+    ending = "es" if first.endswith(("ch", "sh", "ss", "x")) else "s"
+    return " ".join(filter(None, (_IRREGULAR.get(first, first + ending), rest)))
+
+
+def do(names: Collection[str], many: str) -> str:
+    """Who does something: n1 finds, but n1, n2 find."""
+    return f"{shown(names)} {verb(many, len(names))}"
+
+
+def count(number: int, one: str) -> str:
+    """1 node, 2 nodes"""
+    return f"{number} {one}" if number == 1 else f"{number} {one}s"
+
+
 def joined(parts: Sequence[str]) -> str:
     return ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1] if parts else ""

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .probe_groups import count
+from .probe_text import VERDICTS
+
 Cell = Mapping[str, Any]
 
 _STYLE = """
@@ -52,6 +55,7 @@ _FIGURES = (
     Figure("Packet size", "Largest packet that comes through whole.", "bytes", "mtu", "{:.0f}", False),
     Figure("Clocks", "Clock of the column, seen from the row.", "s", "offset_s", "{:+.3f}", True),
     Figure("Speed", "TCP from row to column.", "Mbit/s", "mbit_s", "{:.0f}", False),
+    Figure("RDMA", "Slowest rail from row to column.", "GB/s", "rdma_gb_s", "{:.1f}", False),
 )
 _LEVELS = 5
 
@@ -61,12 +65,11 @@ def render(report: Mapping[str, Any], title: str = "Network preflight") -> str:
     escape = html.escape
     nodes, matrix = report["nodes"], report["matrix"]
     columns = [*nodes, *report["not_in_this_run"]]
-    count = f"{len(nodes)} nodes" if len(nodes) != 1 else "1 node"
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
-        f'<h1>{escape(title)}: <span class="status {report["verdict"]}">{report["verdict"].upper()}</span></h1>',
-        f"<p>{count}. Checks: "
+        f'<h1>{escape(title)}: <span class="status {report["verdict"]}">{VERDICTS[report["verdict"]]}</span></h1>',
+        f"<p>{count(len(nodes), 'node')}. Checks: "
         + ", ".join(f"{report['counts'][status]} {status}" for status in ("fail", "warn", "pass", "skip"))
         + ". Rows are where a connection starts, columns where it goes.</p>",
         *(_finding(finding) for finding in report["findings"]),
@@ -140,6 +143,7 @@ def _title(cell: Cell | None) -> str:
     parts = [str(cell["why"])] if "why" in cell else [f"{cell['open']} of {cell['tried']} ports open"]
     parts += [f"{port} {result}" for port, result in list(cell.get("closed", {}).items())[:6]]
     parts += [f"{figure.form.format(cell[figure.key])} {figure.unit}" for figure in _FIGURES if figure.key in cell]
+    parts += [f"rail {number}: {speed:.1f} GB/s" for number, speed in enumerate(cell.get("rails_gb_s", ()))]
     parts += cell.get("checks", [])
     return html.escape("; ".join(parts))
 

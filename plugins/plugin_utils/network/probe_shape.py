@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 # A key that ends with ! has to be there; others may be missing or null. * stands for any key.
@@ -33,6 +33,7 @@ _PROBE = {
         "addresses": [_ADDRESS],
         "dad_failed": [_ADDRESS],
     },
+    "addresses": [_ADDRESS],
     "hostname": _NAME,
     "routes": [{"dev": str, "gateway": str}],
     "duplicate": _TEXTS,
@@ -44,11 +45,39 @@ _MOST = 1e15
 
 def fault(probe: Any, nodes: Collection[str]) -> str | None:
     """What is wrong with the result of net_probe, or null."""
-    found = _fault(probe, _PROBE, "")
+    # Of many nodes nearly all are well: what exactly is wrong is looked for where something is.
+    found = None if _WELL(probe) else _fault(probe, _PROBE, "")
     if found is None:
         strange = [name for name in probe.get("peers") or {} if name not in nodes]
         found = f"peers.{strange[0]} is no node of the plan" if strange else None
     return found
+
+
+def _well(shape: Any) -> Callable[[Any], bool]:
+    """Whether a value has the shape."""
+    if isinstance(shape, dict) and "*" in shape:
+        every = _well(shape["*"])
+        return lambda value: isinstance(value, Mapping) and all(map(every, value.values()))
+    if isinstance(shape, dict):
+        wanted = [(key.rstrip("!"), key.endswith("!"), _well(inner)) for key, inner in shape.items()]
+
+        def whole(value: Any) -> bool:
+            if not isinstance(value, Mapping):
+                return False
+            for key, needed, inner in wanted:
+                entry = value.get(key)
+                if needed if entry is None else not inner(entry):
+                    return False
+            return True
+
+        return whole
+    if isinstance(shape, list):
+        each = _well(shape[0])
+        return lambda value: isinstance(value, list) and all(map(each, value))
+    return lambda value: isinstance(value, shape) and (not isinstance(value, (int, float)) or abs(value) < _MOST)
+
+
+_WELL = _well(_PROBE)
 
 
 def _fault(value: Any, shape: Any, where: str) -> str | None:

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from .probe_fabric import slowest, speed
-from .probe_groups import Group, ordered, shown
+from .probe_groups import Group, count, do, ordered, shown, verb
 
 # Up to so many nodes, each pair has a cell on the screen.
 _MATRIX_NODES = 12
 _TOLD = 4
+# A run that tested nothing is no proof, whatever else it found in order.
+VERDICTS = {"pass": "PASS", "warn": "WARN", "fail": "FAIL", "skip": "NOT TESTED"}
 _SYMBOLS = {"pass": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 
 
 def bare(entry: Any) -> str:
     """An address without prefix length or zone, from a string or from what ip says of it."""
-    value = str(entry.get("address") or entry.get("local") or "") if isinstance(entry, Mapping) else str(entry)
+    return _bare(str(entry.get("address") or entry.get("local") or "") if isinstance(entry, Mapping) else str(entry))
+
+
+@lru_cache(4096)
+def _bare(value: str) -> str:
     value = value.partition("/")[0].partition("%")[0]
     try:
         return str(ipaddress.ip_address(value))
     except ValueError:
         return value
+
+
+def card(value: Any) -> str:
+    """A hardware address; nothing where an interface has none (routed, point-to-point), which reads as zeros."""
+    found = str(value or "").lower()
+    digits = found.replace(":", "")
+    return "" if set(digits) <= {"0"} or set(digits) == {"f"} else found
+
+
+def network_of(address: str, entries: Iterable[Any]) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """The network that an interface is in with this address, where its prefix length is told."""
+    for entry in entries:
+        value = f"{entry.get('address')}/{entry.get('prefix')}" if isinstance(entry, Mapping) else str(entry)
+        if bare(value) == address and "/" in value:
+            with contextlib.suppress(ValueError):
+                return ipaddress.ip_interface(f"{address}/{value.rpartition('/')[2]}").network
+    return None
 
 
 def loopback(address: str) -> bool:
@@ -64,7 +89,8 @@ def connection(group: Group, result: str, how: str, back: bool, address: Callabl
         "one_way": f"{sources} cannot reach {targets}" + (", but the other way works" if back else "") + f": {how}",
     }[group.kind]
     if result == "silent":
-        whose = "these addresses" if group.kind == "alone" else f"the address of {targets}"
+        several = group.kind == "alone" or len(group.targets) > 1
+        whose = "these addresses" if several else f"the address of {targets}"
         cause = (
             f"nobody answers on the wire (ARP, neighbour discovery) for {whose}: down, on another network (VLAN,"
             " cable), or cluster_address is wrong"
@@ -75,8 +101,7 @@ def connection(group: Group, result: str, how: str, back: bool, address: Callabl
             f" belongs to another machine than {targets if group.kind != 'alone' else sources}"
         )
     elif group.kind == "into" or (group.kind == "one_way" and back):
-        verb = "rejects" if result == "unreachable" else "drops"
-        cause = f"a firewall on {targets} {verb} new connections" + (
+        cause = f"{firewalls(group.targets, 'reject' if result == 'unreachable' else 'drop')} new connections" + (
             f" from {sources}" if group.kind == "one_way" else ""
         )
     elif group.kind == "out_of":
@@ -88,7 +113,7 @@ def connection(group: Group, result: str, how: str, back: bool, address: Callabl
     elif group.kind == "between":
         cause = "a switch, VLAN or router between the two sides, or firewalls that know only one of them"
     else:
-        cause = f"a firewall on {targets} or between, or no route from {sources}"
+        cause = f"{firewalls(group.targets)} or between, or no route from {sources}"
     if result == "unreachable" and group.kind in ("alone", "between", "all"):
         cause += "; a firewall or a router says so"
     checked = joined_addresses(group, address)
@@ -106,28 +131,37 @@ def connection(group: Group, result: str, how: str, back: bool, address: Callabl
     return measured, cause, remedy
 
 
+def firewalls(names: list[str], does: str = "", the: bool = False) -> str:
+    """A firewall on n1 drops, but firewalls on n1, n2 drop."""
+    one = "the firewall" if the else "a firewall"
+    several = "the firewalls" if the else "firewalls"
+    return f"{one if len(names) == 1 else several} on {shown(names)}" + (f" {verb(does, len(names))}" if does else "")
+
+
 def joined_addresses(group: Group, address: Callable[[str], str]) -> str:
     names = ordered({*group.sources} if group.kind == "alone" else {*group.sources, *group.targets})
     listed = [f"{name} {address(name)}" for name in names[:4]]
     return ", ".join(listed) + (" ..." if len(names) > len(listed) else "")
 
 
-def ports(pinned: bool, every: bool, result: str, targets: str) -> tuple[str, str]:
+def ports(pinned: bool, every: bool, result: str, names: list[str]) -> tuple[str, str]:
     """Cause and remedy where some ports of a node are open and others are not."""
-    verb = "rejects" if result in ("refused", "unreachable") else "drops"
+    targets = shown(names)
+    does = verb("reject" if result in ("refused", "unreachable") else "drop", len(names))
     if not pinned and every:
         return (
-            f"the firewall on {targets} has a list of ports and {verb} the rest; NCCL, Gloo and ZMQ take random ports",
+            f"{firewalls(names, 'have', the=True)} a list of ports and {does} the rest; NCCL, Gloo and ZMQ take random"
+            " ports",
             f"let every TCP port in from the cluster's nodes on {targets} (firewall_mode: trusted_cluster), or"
             " narrow the range and open it (strict_ports)",
         )
     if not pinned:
         return (
-            f"the firewall on {targets} opens a narrower range than net.ipv4.ip_local_port_range has",
+            f"{firewalls(names, 'open', the=True)} a narrower range than net.ipv4.ip_local_port_range has",
             "open the whole range between the nodes, or narrow the kernel's to it (firewall_mode: strict_ports does)",
         )
     return (
-        f"the firewall on {targets} opens the kernel's range of random ports but {verb} these",
+        f"{firewalls(names, 'open', the=True)} the kernel's range of random ports but {does} these",
         f"open them on {targets} to the cluster's nodes (playbooks/network.yml -e firewall_show=true lists them)",
     )
 
@@ -137,7 +171,9 @@ def mtu(largest: int, interfaces: Mapping[str, int | None]) -> str:
     lower = ordered([name for name, size in interfaces.items() if size and size <= largest])
     sizes = {size for size in interfaces.values() if size}
     if lower and len(sizes) > 1:
-        return f"{shown(lower)} has an MTU of {largest} on its interface, the others have {max(sizes)}"
+        where = "its interface" if len(lower) == 1 else "their interfaces"
+        others = "the other has" if len(interfaces) - len(lower) == 1 else "the others have"
+        return f"{do(lower, 'have')} an MTU of {largest} on {where}, {others} {max(sizes)}"
     if not largest:
         return "packets with DF get lost whatever their size: a firewall that drops ICMP, or a broken path"
     usual = " (the default of switches that do not pass jumbo frames)" if largest in (1500, 1504, 1518) else ""
@@ -179,11 +215,11 @@ def table(report: Mapping[str, Any]) -> str:
     ]
     tested = sum(cell["status"] != "skip" for row in matrix.values() for cell in row.values())
     counts = ", ".join(f"{report['counts'][status]} {status}" for status in ("fail", "warn", "pass", "skip"))
-    count = f"{len(nodes)} nodes" if len(nodes) != 1 else "1 node"
-    lines = [
-        f"network: {report['verdict'].upper()}: {count}, {tested} directions tested, {len(bad)} of them bad;"
-        f" checks: {counts}"
-    ]
+    if tested:
+        directions = f"{count(tested, 'direction')} tested, {len(bad)} of them bad"
+    else:
+        directions = "no direction between nodes was tested"
+    lines = [f"network: {VERDICTS[report['verdict']]}: {count(len(nodes), 'node')}, {directions}; checks: {counts}"]
     for name, unit in (("latency_ms", "ms"), ("clock_offset_s", "s"), ("bandwidth_mbit_s", "Mbit/s")):
         if name in report["worst"]:
             worst = report["worst"][name]
@@ -192,10 +228,18 @@ def table(report: Mapping[str, Any]) -> str:
                 f"  worst {name.rsplit('_', 2 if unit == 'Mbit/s' else 1)[0].replace('_', ' ')}: {value} {unit},"
                 f" {worst['pair'][0]} to {worst['pair'][1]}"
             )
+    if "rdma_gb_s" in report["worst"]:
+        worst = report["worst"]["rdma_gb_s"]
+        lines.append(f"  slowest rail: {worst['value']:.1f} GB/s, {worst['pair'][0]} to {worst['pair'][1]}")
     lines += [f"  slowest over NCCL: {speed(run)}" for run in slowest(report["nccl"])]
     for key, words in (("missing", "not measured"), ("not_in_this_run", "not in this run, so not tested")):
         if report[key]:
             lines.append(f"  {words}: {shown(report[key])}")
+    untested: dict[str, list[str]] = {}
+    for check in report["checks"]:
+        if check["left"]:
+            untested.setdefault(check["left"], []).append(check["id"])
+    lines += [f"  {', '.join(names)}: {why}" for why, names in untested.items()]
     if 1 < len(nodes) <= _MATRIX_NODES:
         lines += ["", *_small_matrix(nodes, matrix)]
     for finding in report["findings"]:
@@ -223,7 +267,8 @@ def _small_matrix(nodes: list[str], matrix: Mapping[str, Mapping[str, Mapping[st
                 row.append("" if source == target else "-")
             elif cell["status"] == "pass" and "ms" in cell:
                 speed = f" {cell['mbit_s']}M" if "mbit_s" in cell else ""
-                row.append(f"{cell['ms']:.1f}ms{speed}")
+                rails = f" {cell['rdma_gb_s']:.1f}GB/s" if "rdma_gb_s" in cell else ""
+                row.append(f"{cell['ms']:.1f}ms{speed}{rails}")
             else:
                 row.append(_SYMBOLS[cell["status"]])
         rows.append(row)

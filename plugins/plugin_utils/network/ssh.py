@@ -55,6 +55,8 @@ HARDENED: dict[str, str] = {
     "LogLevel": "VERBOSE",
 }
 PASSWORDS = ("PasswordAuthentication", "KbdInteractiveAuthentication")
+# Whoever has none of them does not log in at all.
+_WAYS_IN = ("PubkeyAuthentication", *PASSWORDS, "HostbasedAuthentication", "GSSAPIAuthentication")
 
 # Global keywords of sshd_config(5), OpenSSH 8.9 to 10.
 KEYWORDS: tuple[str, ...] = tuple(
@@ -320,6 +322,9 @@ def check(
                 f"cluster_address = (not set) ({host}): the other nodes let it in from that address only -> set"
                 " cluster_address, or ssh_between_nodes: false"
             )
+    # Whom Ansible logs in as, where it does so by SSH and the inventory says it.
+    if settings.get("login") and not problems:
+        problems += locked_out(settings, str(settings["login"]), host)
     return problems
 
 
@@ -388,6 +393,44 @@ def _address(text: str) -> str:
     return str(address)
 
 
+def locked_out(settings: Mapping[str, Any], user: str, host: str) -> list[str]:
+    """Why a user, as which Ansible logs in by SSH, could not do so again. What takes a look at the host is left out."""
+    settings = _complete(settings)
+    if settings["mode"] == "off":
+        return []
+    asked = {_BY_LOWER.get(str(name).lower(), str(name)): value for name, value in settings["settings"].items()}
+    wanted = {name: _text(name, value).lower() for name, value in {**HARDENED, **asked}.items() if value is not None}
+    problems = []
+    if user == "root" and wanted.get("PermitRootLogin") in ("no", "forced-commands-only"):
+        problems.append(
+            f"ssh_settings.PermitRootLogin = {wanted['PermitRootLogin']}: Ansible logs in to {host} as root -> let it"
+            " log in as another user (ansible_user) first, or take prohibit-password"
+        )
+    users = [str(entry) for entry in settings["allow_users"]]
+    if users and not _named(user, users):
+        problems.append(
+            f"ssh_allow_users = {users}: Ansible logs in to {host} as {user}, which is not in it -> add {user}"
+        )
+    denied = asked.get("DenyUsers")
+    if denied is not None and _named(user, _text("DenyUsers", denied).split()):
+        problems.append(
+            f"ssh_settings.DenyUsers = {denied}: Ansible logs in to {host} as {user}, which it shuts out -> take {user}"
+            " out, or let Ansible log in as another user (ansible_user) first"
+        )
+    ways = [name for name in wanted if name in _WAYS_IN and wanted[name] != "no"]
+    if not ways:
+        problems.append(
+            f"ssh_settings.PubkeyAuthentication = no: no way to log in to {host} is left -> leave it out, or allow one"
+            f" of {', '.join(_WAYS_IN)}"
+        )
+    return problems
+
+
+def _named(user: str, entries: Iterable[str]) -> bool:
+    """Whether patterns of users name one, from whatever address."""
+    return any(fnmatchcase(user, entry.partition("@")[0]) for entry in entries)
+
+
 def sshd_config(settings: Mapping[str, Any], connection: Connection, host: str) -> tuple[str, list[str]]:
     """The drop-in of sshd for a host, empty where there is none to be, and what to know of it."""
     settings = _complete(settings)
@@ -408,23 +451,11 @@ def sshd_config(settings: Mapping[str, Any], connection: Connection, host: str) 
                 f"{host}: this connection is not one of SSH, so nobody is known to get in by a key: logging in by"
                 f" password stays as it is; ssh_settings can switch off {' and '.join(left)}"
             )
-    problems = []
-    if connection.user == "root" and wanted.get("PermitRootLogin") in ("no", "forced-commands-only"):
-        problems.append(
-            f"ssh_settings.PermitRootLogin = {wanted['PermitRootLogin']}: Ansible logs in to {host} as root -> let it"
-            " log in as another user (ansible_user) first, or take prohibit-password"
-        )
     users = [str(entry) for entry in settings["allow_users"]]
-    if users and connection.is_ssh:
-        if not any(fnmatchcase(connection.user, entry.partition("@")[0]) for entry in users):
-            problems.append(
-                f"ssh_allow_users = {users}: Ansible logs in to {host} as {connection.user}, which is not in it -> add"
-                f" {connection.user}"
-            )
-        if settings["between_nodes"] and settings["between_nodes_user"] not in users:
-            users.append(str(settings["between_nodes_user"]))
-    if problems:
+    if connection.is_ssh and (problems := locked_out(settings, connection.user, host)):
         raise SshError("\n".join(problems))
+    if users and connection.is_ssh and settings["between_nodes"] and settings["between_nodes_user"] not in users:
+        users.append(str(settings["between_nodes_user"]))
     if users:
         wanted["AllowUsers"] = " ".join(users)
     lines = [f"{name} {value}" for name, value in sorted(wanted.items())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -32,6 +33,27 @@ TWO = [
     nic("eth9", "10.1.1.1", master="bond0"),
 ]
 ONE = [entry for entry in TWO if entry["name"] != "eno1"]
+
+
+@pytest.mark.parametrize(
+    ("address", "prefix", "kind"),
+    [
+        ("10.77.1.0", 24, "the address of 10.77.1.0/24"),
+        ("10.77.1.255", 24, "the broadcast address of 10.77.1.0/24"),
+        ("10.77.1.255", 16, ""),
+        ("10.77.1.0", 31, ""),
+        ("fd00::", 64, "the address of fd00::/64"),
+    ],
+)
+@pytest.mark.parametrize("given", [True, False])
+def test_address_that_no_host_can_have(address: str, prefix: int, kind: str, given: bool) -> None:
+    only = nic("ens1f0", address)
+    only["addresses"][0]["prefix"] = prefix
+    if kind:
+        with pytest.raises(HostError, match=f"{re.escape(address)}, {kind}, in which ens1f0 is"):
+            resolve("n1", [only], None, address if given else None)
+    else:
+        assert resolve("n1", [only], None, address if given else None) == ("ens1f0", address)
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_tcp_is_told_only_but_for_hosts_with_rdma() -> None:
     check, findings = verdict(pair_of(sockets, sockets, **plain))
     assert findings == []
     assert "n1, n2 2.1 GB/s (NET/Socket)" in check["measured"]
-    assert "1 of these speeds are told only" in check["measured"]
+    assert "1 of these speeds is told only" in check["measured"]
     check, findings = verdict(pair_of(sockets, sockets, variables={"NCCL_IB_HCA": "=mlx5_0"}))
     assert [finding["expected"] for finding in findings] == ["RDMA (NET/IB), since NCCL_IB_HCA names devices"]
 
@@ -296,7 +296,7 @@ def test_unknown_gpus_have_no_verdict_on_their_speed() -> None:
     results = {"n1": node(run("n1", bus_gb_s=11.0, nvls=0), gpus=["NVIDIA GeForce RTX 4090"] * 8)}
     check, findings = verdict(results)
     assert (check["status"], findings) == ("pass", [])
-    assert "no figure to compare them with is known" in check["measured"]
+    assert "no figure to compare it with is known" in check["measured"]
 
 
 def test_failure_is_told_by_the_node_that_knows() -> None:
@@ -333,7 +333,7 @@ def test_pair_with_a_node_that_could_not_take_part() -> None:
     results["n2"]["runs"][0] |= {"why": "GPUs are in use by vllm@llm"}
     check, findings = verdict(results)
     assert (check["status"], findings) == ("pass", [])
-    assert "1 times" in check["measured"]
+    assert "1 time," in check["measured"]
     assert "not tested: n2: GPUs are in use by vllm@llm and GPUs are in use by vllm@llm" in check["measured"]
     # A node whose module gave nothing.
     results = {"n1": node(run("n1"), run("n1", "n2")), "n2": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.cluster im
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import firewall, matrix, nft, ports
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.network.firewall import FirewallError, admit, check
 
+ROLES = Path(__file__).resolve().parents[3] / "roles"
 API = ["--port", "8000", "--nnodes", "2", "--master-port", "29501"]
 
 
@@ -71,7 +73,7 @@ def lets_in(found: dict[str, Any], source: str, port: int, protocol: str = "tcp"
 
 
 def test_matrix_is_whole() -> None:
-    assert sorted({row.number for row in ports.MATRIX}) == list(range(1, 33))
+    assert sorted({row.number for row in ports.MATRIX}) == list(range(1, 34))
 
 
 def test_matrix_follows_the_inventory() -> None:
@@ -93,6 +95,22 @@ def test_trusted_nodes_reach_everything_on_the_cluster_interface(port: int) -> N
     assert not lets_in(found, "10.77.1.13", port, interface="eth0"), "on another interface the address is forged"
     assert not lets_in(found, "10.77.1.99", port), "a neighbour in the same network is no node"
     assert not lets_in(found, "203.0.113.5", port, interface="eth0")
+
+
+def test_nodes_with_a_runtime_hand_on_files_to_one_another() -> None:
+    cluster = plan()
+    for name in ("n1", "n2"):
+        cluster["nodes"][name]["groups"] = ["ironrack_runtime"]
+    for port in (8790, 8791):
+        found = rules("n1", "strict_ports", plan=cluster)
+        assert lets_in(found, "10.77.1.12", port)
+        assert not lets_in(found, "10.77.1.12", port, interface="eth0")
+        assert not lets_in(found, "10.77.1.13", port), "it has no runtime to fetch"
+        assert not lets_in(rules("n3", "strict_ports", plan=cluster), "10.77.1.11", port)
+    moved = rules("n1", "strict_ports", plan=cluster, ports={"python_env_serve_port": 55555})
+    assert lets_in(moved, "10.77.1.12", 55555)
+    assert not lets_in(moved, "10.77.1.12", 8790)
+    assert "55555" in moved["kernel"]["net.ipv4.ip_local_reserved_ports"]
 
 
 def test_roce_is_the_only_udp() -> None:
@@ -204,7 +222,7 @@ def test_ipv6() -> None:
     assert lets_in(found, "fd00:77::13", 6379)
     text = nft.render(found)
     assert "ip6 saddr @cluster_6" in text
-    assert "ip saddr" not in text
+    assert "ip saddr @" not in text
 
 
 def test_kernel() -> None:
@@ -376,7 +394,8 @@ def test_text(mode: str) -> None:
     assert lines[1:3] == ["table inet ironrack", "delete table inet ironrack"], "one step, whatever was there"
     assert "flush ruleset" not in " ".join(lines)
     assert body[1].endswith("policy drop;")
-    assert body[2] == "ct state established,related accept", "replies first"
+    first = body.index("ct state established,related accept")
+    assert first == 7 and all("echo-request" in line for line in body[3:first]), "but for echo requests, replies first"
     assert body[-3] == "counter drop"
     assert "elements = { 10.20.0.0/16 }" in lines, "what lies in another network is an error in a set"
     assert "meta nfproto ipv4 tcp dport 80-90 accept comment \"say 'hello'\"" in body
@@ -445,7 +464,7 @@ def test_nft_takes_the_golden_files() -> None:
     golden = sorted((Path(__file__).resolve().parents[3] / "tests/golden").rglob("firewall.nft"))
     assert golden
     # Each begins with the removal of the one before.
-    done = in_namespace("nft", "-f", "-", text="\n".join(path.read_text("utf-8") for path in golden))
+    done = in_namespace("sh", "-ec", 'for file; do nft -f "$file"; done', "sh", *map(str, golden))
     assert done.returncode == 0, done.stderr
 
 
@@ -469,6 +488,11 @@ def test_table_and_picture() -> None:
     assert text.count("everything else that comes in is dropped") == 2, "n1 and n3 let in the same"
     assert "n1, n3" in text
     assert "clients: 192.0.2.0/24" in text
+    head = text.splitlines()[0].split("  ")
+    assert head[-1].strip() == "traffic of", "a name of the port matrix's part says more than its number"
+    assert re.search(r"(?m)everything between the nodes +vLLM over several nodes; NCCL, Gloo, RDMA; Ray", text)
+    own = rules(settings={"extra": [{"from": ["192.0.2.0/24"], "ports": [80]}]})
+    assert re.search(r"(?m)firewall_extra\[0\] +the site$", matrix.render([own]))
     page = matrix.render(found, "html")
     assert page.count("<svg") == 1
     assert page.count("<rect") == 3 + 2, "three sources, two kinds of nodes"
@@ -487,10 +511,13 @@ def test_rules_survive_json_and_do_not_change_the_plan() -> None:
 
 
 def test_the_role_hands_over_what_is_read() -> None:
-    role = Path(__file__).resolve().parents[3] / "roles/firewall"
+    role = ROLES / "firewall"
     private = yaml.safe_load((role / "vars/main.yml").read_text())
     public = yaml.safe_load((role / "defaults/main.yml").read_text())
-    assert private["__firewall_port_names"] == list(RAY_PORTS)
+    assert private["__firewall_port_names"] == [*RAY_PORTS, *ports.FILE_PORTS]
+    for name, port in ports.FILE_PORTS.items():
+        role = name.removesuffix("_serve_port")
+        assert yaml.safe_load((ROLES / role / "defaults/main.yml").read_text())[name] == port
     assert set(private["__firewall_settings"]) == set(firewall.DEFAULTS)
     named = {name: public[f"firewall_{name}"] for name in firewall.DEFAULTS if f"firewall_{name}" in public}
     assert named == {name: firewall.DEFAULTS[name] for name in named}

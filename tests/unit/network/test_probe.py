@@ -199,6 +199,38 @@ def test_limit_says_what_was_not_tested() -> None:
     assert report["ok"]
     assert report["not_in_this_run"] == ["n2", "n3"]
     assert "not in this run, so not tested: n2, n3" in report["table"]
+    # Nobody may take it for a proof.
+    assert report["verdict"] == "skip"
+    assert report["table"].startswith("network: NOT TESTED: 1 node, no direction between nodes was tested;")
+    assert "not tested: one node alone in this run, n2, n3 are not in it" in report["table"]
+    assert "NOT TESTED" in probe_html.render(report)
+    probes["n1"]["hostname"]["resolves"] = ["127.0.1.1"]
+    assert judge(probes, plan(3))["verdict"] == "fail", "what one node alone shows is judged"
+
+
+def test_nodes_that_listen_to_nobody_prove_nothing() -> None:
+    probes = measured(2)
+    for probe in probes.values():
+        for peer in probe["peers"].values():
+            peer |= {"tested": False, "why": "not in this run", "tcp": [], "identity": None, "clock": None}
+    assert judge(probes, plan(2))["verdict"] == "skip"
+    assert judge(measured(1), plan(1))["verdict"] == "pass", "there is nobody else whom it would need"
+
+
+def test_full_shows_what_was_not_tested_and_why() -> None:
+    probes = measured(3)
+    probes["n1"]["peers"]["n2"]["mtu"] = {"tried": 1500, "ok": None, "largest": None, "error": "icmp: no answer"}
+    for name in ("n2", "n3"):
+        probes[name] |= {"duplicate": None, "duplicate_error": "eth1 is no Ethernet interface"}
+    gloo = {name: {"tested": False, "why": "no runtime yet"} for name in probes}
+    table = judge(probes, plan(3), {"mode": "full"}, results={"gloo": gloo})["table"]
+    assert "\n  net_gloo: not tested: no runtime yet (n1, n2, n3)\n" in table
+    assert "\n  net_nccl: not tested: no result of any node\n" in table
+    assert "\n  net_mtu_path: not measured in 1 direction: icmp: no answer\n" in table
+    assert "\n  net_duplicate_address: not tested on 2 nodes: eth1 is no Ethernet interface\n" in table
+    # Of quick, one line.
+    table = judge(measured(3), plan(3))["table"]
+    assert "\n  net_bandwidth, net_gloo, net_rdma, net_nccl: not tested: preflight_network=full tests it\n" in table
 
 
 # --- ways that are closed --------------------------------------------------------------------------------------------
@@ -604,6 +636,217 @@ def test_cloned_hardware_address() -> None:
     assert "n1, n4 have the same hardware address 02:00:00:00:00:aa" in finding["measured"]
 
 
+def mix_up(probes: Probes, instead: dict[str, str]) -> None:
+    """Give nodes the addresses of others, with all that net_probe then sees."""
+    own = {name: probe["address"] for name, probe in probes.items()}
+    holders = {own[name]: [name] for name in own if name not in instead}
+    for name, other in instead.items():
+        holders.setdefault(own[other], []).append(name)
+    for name, probe in probes.items():
+        has = own[instead.get(name, name)]
+        probe["interface"] |= {"addresses": [f"{has}/24"], "has_address": has == own[name]}
+        others = [other for other in holders.get(own[name], []) if other != name]
+        probe["duplicate"] = [probes[other]["interface"]["mac"] for other in others]
+        for target, peer in probe["peers"].items():
+            there = holders.get(own[target], [])
+            peer["route"]["src"] = has
+            if own[target] == has:
+                peer |= {"mac": None, "neighbour": None, "route": {"dev": "lo", "src": has, "gateway": None}}
+                there = [name]
+            if not there:
+                block({name: {"peers": {target: peer}}}, [name], [target], UNREACHABLE)
+                peer |= {"mac": None, "neighbour": "failed", "clock": None}
+                continue
+            peer["identity"] = there[0]
+            if there[0] == target:
+                continue
+            if there[0] != name:
+                peer["mac"] = probes[there[0]]["interface"]["mac"]
+            for attempt in peer["tcp"]:
+                attempt.update({"answered_by": there[0]} if attempt["kind"] != "random" else REFUSED)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_two_nodes_with_each_others_address_are_one_finding(count: int) -> None:
+    probes = measured(count)
+    mix_up(probes, {"n1": "n2", "n2": "n1"})
+    finding = only(probes, "net_interface")
+    assert (finding["status"], finding["nodes"]) == ("fail", ["n1", "n2"])
+    assert finding["measured"] == "n1 has 10.77.1.2, the address of n2 and n2 has 10.77.1.1, the address of n1"
+    assert "exchange cluster_address of n1 and n2" in finding["remedy"]
+    report = judge(probes, plan(count))
+    assert report["matrix"]["n1"]["n2"]["status"] == "fail"
+    tested = [cell for row in report["matrix"].values() for cell in row.values() if cell["status"] == "pass"]
+    assert len(tested) == (count - 2) * (count - 3), "of the others everything is judged"
+
+
+def test_addresses_in_a_circle_and_a_fault_beside_it() -> None:
+    probes = measured(6)
+    mix_up(probes, {"n1": "n2", "n2": "n3", "n3": "n1"})
+    block(probes, ["n5"], ["n6"], TIMEOUT)
+    assert [finding["check"] for finding in found(probes)] == ["net_interface", "net_connect"]
+    assert found(probes, "net_interface")[0]["nodes"] == ["n1", "n2", "n3"]
+
+
+def test_one_address_twice_and_one_nowhere() -> None:
+    """n1 has n2's address in place of its own, and n2 has it as well."""
+    probes = measured(4)
+    mix_up(probes, {"n1": "n2"})
+    finding = only(probes, "net_interface")
+    assert finding["measured"] == "n1 has 10.77.1.2, the address of n2; n1 should have 10.77.1.1"
+    # The other one is not in the run.
+    alone = {"n1": probes["n1"]}
+    assert only(alone, "net_interface", the_plan=plan(4))["targets"] == ["n2"]
+
+
+def test_two_pairs_are_two_findings() -> None:
+    probes = measured(6)
+    mix_up(probes, {"n1": "n2", "n2": "n1", "n4": "n6", "n6": "n4"})
+    assert [finding["nodes"] for finding in found(probes)] == [["n1", "n2"], ["n4", "n6"]]
+
+
+@pytest.mark.parametrize(
+    ("address", "prefix", "kind"),
+    [
+        ("10.77.1.0", 24, "the address of 10.77.1.0/24"),
+        ("10.77.1.255", 24, "the broadcast address of 10.77.1.0/24"),
+        ("10.77.1.127", 25, "the broadcast address of 10.77.1.0/25"),
+        ("10.77.1.0", 31, ""),
+        ("10.77.1.255", 32, ""),
+        ("10.77.1.255", 16, ""),
+        ("fd00:77::", 64, "the address of fd00:77::/64"),
+        ("fd00:77::ffff", 112, ""),
+    ],
+)
+def test_address_that_no_host_may_have(address: str, prefix: int, kind: str) -> None:
+    the_plan = plan(2)
+    the_plan["nodes"]["n1"]["address"] = address
+    the_plan["nodes"]["n2"]["address"] = other = "fd00:77::2" if ":" in address else "10.77.1.2"
+    probes = measured(2, the_plan)
+    probes["n1"]["interface"]["addresses"] = [f"{address}/{prefix}"]
+    for name in probes:
+        probes[name]["family"] = 6 if ":" in other else 4
+    listed = found(probes, the_plan=the_plan)
+    assert [finding["measured"] for finding in listed] == ([f"{address} is {kind}, which eth1 is in"] if kind else [])
+
+
+@pytest.mark.parametrize("mac", [None, "", "00:00:00:00:00:00", ":".join(["00"] * 20), "ff:ff:ff:ff:ff:ff"])
+def test_no_hardware_address_is_no_other_machine(mac: str | None) -> None:
+    """Routed, point-to-point and IPoIB interfaces have none, or one of zeros."""
+    probes = measured(3)
+    for probe in probes.values():
+        probe["duplicate"] = [mac] if mac and "00:00" in mac else []
+        for peer in probe["peers"].values():
+            peer["mac"] = mac
+    assert found(probes) == [], "it is not the one that the node says of itself"
+    for probe in probes.values():
+        probe["interface"]["mac"] = mac
+    assert found(probes) == [], "all nodes have the same one"
+    probes["n3"] = None
+    for name in ("n1", "n2"):
+        probes[name]["peers"]["n3"] |= {"tcp": [], "identity": None, "clock": None}
+    assert "see nothing at its address" in only(probes, "net_probed")["measured"]
+
+
+def test_old_hosts_files_are_told_by_node() -> None:
+    probes = measured(5)
+    # One file for all, and another one on n5.
+    for name in ("n1", "n2", "n3", "n4"):
+        for target, peer in probes[name]["peers"].items():
+            peer["name"]["resolves"] = [f"192.0.2.{target[1:]}"]
+    probes["n5"]["peers"]["n2"]["name"]["resolves"] = ["198.51.100.2"]
+    listed = found(probes)
+    assert [(finding["check"], finding["nodes"]) for finding in listed] == [
+        ("net_names", ["n1", "n2", "n3", "n4"]),
+        ("net_names", ["n5"]),
+    ]
+    assert listed[0]["measured"] == (
+        "on n1, n2, n3, n4 the names of 5 nodes mean other addresses: n1: 192.0.2.1; n2: 192.0.2.2; n3: 192.0.2.3;"
+        " n4: 192.0.2.4; and 1 more"
+    )
+    assert listed[1]["measured"] == "on n5 the name n2 means 198.51.100.2"
+
+
+def test_the_same_wrong_way_on_all_nodes_is_one_finding() -> None:
+    probes = measured(4)
+    for probe in probes.values():
+        for peer in probe["peers"].values():
+            peer["route"] = {"dev": "eth0", "src": "192.0.2.1", "gateway": None}
+    finding = only(probes, "net_route")
+    assert finding["measured"] == "from n1, n2, n3, n4 to n1, n2, n3, n4 traffic leaves by eth0, not by eth1"
+    assert len(finding["pairs"]) == 12
+
+
+def test_several_interfaces_that_are_down_are_one_finding() -> None:
+    probes = measured(4)
+    for name in ("n2", "n3"):
+        probes[name]["interface"]["up"] = False
+    finding = only(probes, "net_interface")
+    assert (finding["nodes"], finding["measured"]) == (["n2", "n3"], "n2: eth1 is down; n3: eth1 is down")
+
+
+@pytest.mark.parametrize(
+    ("resolves", "addresses", "cause"),
+    [
+        (["192.0.2.2"], ["10.77.1.2/24", "192.0.2.2/24"], "the name belongs to another interface of the node"),
+        (["192.0.2.2"], None, "the name belongs to another interface of the node"),
+        (["192.0.2.2"], ["10.77.1.2/24", "198.51.100.2/24"], "an address that the node does not have (any more)"),
+        (
+            ["fd00::2", "2001:db8::2"],
+            ["10.77.1.2/24", "fd00::2/64"],
+            "the cluster speaks IPv4, and the name is known by",
+        ),
+        (["10.77.1.3"], ["10.77.1.2/24"], "the name means n3 there: /etc/hosts was copied from it"),
+    ],
+)
+def test_why_an_own_name_means_something_else(resolves: list[str], addresses: list[str] | None, cause: str) -> None:
+    probes = measured(3)
+    probes["n2"] |= {"hostname": {"name": "n2", "resolves": resolves, "error": None}, "addresses": addresses}
+    finding = only(probes, "net_own_name")
+    assert finding["measured"] == f"a node's own name: n2: n2 means {' and '.join(resolves)}, not 10.77.1.2"
+    assert finding["cause"].startswith(cause)
+
+
+def verbs(finding: dict[str, Any]) -> str:
+    return " | ".join(finding[part] for part in ("measured", "cause"))
+
+
+def test_verbs_agree_with_one_node_and_with_several() -> None:
+    assert probe_groups.do(["n1"], "find") == "n1 finds"
+    assert probe_groups.do(["n1", "n2"], "find") == "n1, n2 find"
+    assert [probe_groups.verb(word, 1) for word in ("are", "do not reach", "have", "reach", "were")] == [
+        "is", "does not reach", "has", "reaches", "was"
+    ]  # fmt: skip
+    assert (probe_groups.count(1, "node"), probe_groups.count(2, "node")) == ("1 node", "2 nodes")
+    for number, words in ((1, "n1 finds 10.77.1.3"), (2, "n1, n2 find 10.77.1.3")):
+        probes = measured(3)
+        for name in ("n1", "n2")[:number]:
+            probes[name]["peers"]["n3"]["mac"] = "02:bb:bb:bb:bb:bb"
+        assert words in verbs(only(probes, "net_duplicate_address"))
+    for targets, words in (
+        (["n4"], "the firewall on n4 has a list of ports and drops the rest"),
+        (["n3", "n4"], "the firewalls on n3, n4 have a list of ports and drop the rest"),
+    ):
+        probes = measured(4)
+        block(probes, ["n1", "n2"], targets, TIMEOUT, ("random", "control"))
+        assert words in verbs(only(probes, "net_ports_random"))
+    for targets, words in (
+        (["n4"], "a firewall on n4 drops new connections"),
+        (["n4", "n5"], "firewalls on n4, n5 drop new connections"),
+    ):
+        probes = measured(5)
+        block(probes, ["n1", "n2"], targets, TIMEOUT)
+        assert words in verbs(only(probes, "net_connect"))
+    probes = measured(3)
+    jumbo(probes, ["n1"])
+    for name in ("n2", "n3"):
+        probes["n1"]["peers"][name]["mtu"] = {"tried": 9000, "ok": False, "largest": 1500}
+    assert (
+        "n2, n3 have an MTU of 1500 on their interfaces, the other has 9000"
+        in found(probes, "net_mtu_path")[0]["cause"]
+    )
+
+
 def test_a_node_with_another_ones_address_is_no_firewall() -> None:
     """n2 has n1's address too: what it sends to n1 never leaves it, and n1 gets no answers. No port is closed."""
     probes = measured(3)
@@ -785,10 +1028,10 @@ def test_gloo() -> None:
     results["n2"]["next"] |= {"ok": False, "error": "timed out"}
     report = judge(measured(3), plan(3), results={"gloo": results})
     assert report["findings"] == []
-    assert status(report, "net_gloo") == ("pass", "1 pairs; not tested on some nodes: no runtime yet")
+    assert status(report, "net_gloo") == ("pass", "1 pair; not tested on some nodes: no runtime yet (n3)")
     none = {name: {"tested": False, "why": "no runtime yet"} for name in results}
     report = judge(measured(3), plan(3), results={"gloo": none})
-    assert status(report, "net_gloo") == ("skip", "not tested: no runtime yet")
+    assert status(report, "net_gloo") == ("skip", "not tested: no runtime yet (n1, n2, n3)")
 
 
 def test_nccl() -> None:
@@ -803,7 +1046,8 @@ def test_nccl() -> None:
 
 
 def test_every_check_has_a_fault_here() -> None:
-    text = Path(__file__).read_text(encoding="utf-8")
+    files = (Path(__file__), Path(__file__).with_name("test_rdma.py"))
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
     assert [check for check in CHECKS if f'"{check}"' not in text] == []
 
 

@@ -18,8 +18,13 @@ COUNT = 64
 NAMES = [f"n{number}" for number in range(1, COUNT + 1)]
 ADDRESSES = {name: f"10.20.0.{number}" for number, name in enumerate(NAMES, 1)}
 SETTINGS = {"mode": "strict_ports", "admin_networks": ["10.9.0.0/16"], "client_networks": ["10.0.0.0/8"]}
-# Of the task file, in its order; what runs on the controller alone is left out. The last four come with `full` only.
-TASKS = ["net_listener", "net_probe", "net_listener", "gloo_check", "async_status", "nccl_check", "async_status"]
+# Of the task file, in its order; what runs on the controller alone is left out. The last six come with `full` only.
+TASKS = [
+    "net_listener",
+    "net_probe",
+    "net_listener",
+    *(name for check in ("gloo", "rdma", "nccl") for name in (f"{check}_check", "async_status")),
+]
 
 
 def plan() -> dict[str, Any]:
@@ -157,6 +162,7 @@ def test_plan_rules_peers_and_verdict_of_64_nodes() -> None:
     assert the_plan["ray"]["head"] == "n1"
     assert len(rules) == COUNT
     assert all("tcp dport" in text and ADDRESSES["n64"] in text for text in rules.values())
+    assert max(text.count("\n") for text in rules.values()) < 100, "the nodes are in sets, not a line each"
     assert {name: len(probe["peers"]) for name, probe in probes.items()} == dict.fromkeys(NAMES, COUNT - 1)
     assert all(peer["ports"] for entry in asked.values() for peer in entry["peers"].values()), "Ray's are everybody's"
     assert max(len(entry["pairs"]) for entry in asked.values()) <= 8, "the speed of few pairs of many nodes"

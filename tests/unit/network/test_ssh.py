@@ -7,13 +7,14 @@ import getpass
 import hashlib
 import hmac
 import os
+import re
 import struct
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import ssh
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import offline, ssh
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -209,6 +210,38 @@ def test_passwords_stay_where_nobody_is_known_to_have_a_key() -> None:
     )
     assert "PasswordAuthentication no" in text, "asked for by name"
     assert notes == []
+
+
+LOCK_OUTS: list[tuple[str, dict[str, Any], str]] = [
+    ("ops", {"allow_users": ["admin", "backup@10.20.0.0/16"]}, "ssh_allow_users = .*add ops"),
+    ("ops", {"allow_users": ["o*@10.20.0.0/16"]}, ""),
+    ("ops", {"allow_users": ["admin", "ops"]}, ""),
+    ("ops", {"settings": {"denyusers": ["guest", "op?"]}}, "ssh_settings.DenyUsers = .*let Ansible log in as another"),
+    ("ops", {"settings": {"DenyUsers": "guest"}}, ""),
+    ("root", {"settings": {"PermitRootLogin": "no"}}, "ssh_settings.PermitRootLogin = no: .*ansible_user"),
+    ("root", {"settings": {"PermitRootLogin": False}}, "ssh_settings.PermitRootLogin = no"),
+    ("ops", {"settings": {"PermitRootLogin": "no"}}, ""),
+    ("ops", {"settings": {"PubkeyAuthentication": "no"}}, "ssh_settings.PubkeyAuthentication = no: no way to log in"),
+    ("ops", {"settings": {"PubkeyAuthentication": "no", "PasswordAuthentication": True}}, ""),
+    ("ops", {}, ""),
+]
+
+
+@pytest.mark.parametrize(("user", "settings", "words"), LOCK_OUTS)
+def test_lock_outs_are_known_without_a_connection(user: str, settings: dict[str, Any], words: str) -> None:
+    told = ssh.check({**settings, "login": user}, host="gpu1")
+    assert len(told) == bool(words)
+    assert all(re.search(words, line) and "gpu1" in line for line in told)
+    assert ssh.check(settings, host="gpu1") == [], "where nobody says whom Ansible logs in as"
+    assert ssh.locked_out({**settings, "mode": "off"}, user, "gpu1") == []
+    # With the inventory, before any host is changed.
+    own = {"ssh_mode": "hardened", **{f"ssh_{name}": value for name, value in settings.items()}}
+    problems = offline.problems({"gpu1": own}, {"gpu1": "10.0.0.1"}, {}, {"gpu1": user})
+    assert [problem.host for problem in problems] == ["gpu1"] * bool(words)
+    assert all(problem.variable in words.replace("\\", "") and problem.remedy for problem in problems)
+    for values, logins in (({**own, "ssh_mode": "off"}, {"gpu1": user}), (own, {})):
+        assert offline.problems({"gpu1": values}, {"gpu1": "10.0.0.1"}, {}, logins) == []
+    assert offline.problems({"gpu1": own}, {}, {}, {"gpu1": user}) == [], "a host that runs nothing"
 
 
 def test_the_user_of_ansible_must_be_allowed() -> None:
