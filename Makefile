@@ -9,7 +9,7 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 unexport PYTHONDONTWRITEBYTECODE
 INVENTORY ?= inventories/lab
 
-.PHONY: help venv requirements lock lab lab-down ask lint unit integration molecule test docs golden collection clean
+.PHONY: help venv requirements lock artifacts lab lab-down ask lint unit integration molecule test docs golden collection clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,11 @@ requirements: venv ## Resolve requirements.in into requirements.txt
 
 lock: venv ## Resolve the runtime's lock files (vLLM, Ray, torch) anew
 	@scripts/lock.sh
+
+artifacts: venv ## List all that a deployment fetches (DOWNLOAD=folder fetches it, CHECK=folder compares, OS=debian12)
+	@python scripts/artifacts.py $(if $(CHECK),--check "$(CHECK)") $(if $(DOWNLOAD),--download "$(DOWNLOAD)") \
+		$(if $(filter-out file,$(origin INVENTORY))$(if $(CHECK),,default),--inventory "$(INVENTORY)") \
+		$(foreach name,$(OS),--os $(name)) $(ARGUMENTS)
 
 collection: venv ## Build the collection tarball into build/
 	@ansible-galaxy collection build --force --output-path build

@@ -3,17 +3,21 @@
 
 `make lock` calls this. A lock names, for one variant and one Python, each package, its version and the
 sha256 of the wheels that fit the target (linux x86_64, glibc 2.35): nothing else can be installed from it.
+A conda lock (conda-cp312.lock, from conda.in) names the URL and the sha256 of each conda package for one Python.
 Pins that still satisfy the inputs are kept; --upgrade takes the newest instead. --check resolves nothing:
 it says whether each lock was made from the inputs that lie beside it.
 
 torch's CPU wheels are not on PyPI. They come from the folder or page in --find-links (default: what pip is
 configured with), and where there is none from PyTorch's own index. Neither place is written into the lock.
+Conda packages are solved by py-rattler (pinned in roles/python_env/defaults) against --conda-channel; the URLs of
+that channel are what the lock holds.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import pathlib
 import subprocess
@@ -24,18 +28,45 @@ import urllib.parse
 from typing import Any
 
 LOCKS = pathlib.Path(__file__).resolve().parent.parent / "roles" / "python_env" / "files" / "locks"
-TARGETS = [("cpu", "3.11"), ("cu130", "3.11"), ("cu130", "3.12")]
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TARGETS = [("cpu", "3.11"), ("cu130", "3.11"), ("cu130", "3.12"), ("conda", "3.12")]
 PLATFORM = "x86_64-manylinux_2_35"
+CONDA_PLATFORM = "linux-64"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CONDA_CHANNEL = "https://conda.anaconda.org/conda-forge"
+# What a node of the oldest supported system offers the packages (Ubuntu 22.04).
+CONDA_VIRTUAL = {"__glibc": "2.35", "__linux": "5.15", "__unix": "0"}
+# Run with py-rattler at hand; the order comes on standard input, the packages go to standard output.
+SOLVER = """
+import asyncio, json, sys
+from rattler import BuildString, Channel, GenericVirtualPackage, PackageName, Version, solve
+
+order = json.load(sys.stdin)
+virtual = order["virtual"].items()
+virtual = [GenericVirtualPackage(PackageName(n), Version(v), BuildString("0")) for n, v in virtual]
+records = asyncio.run(solve(
+    [Channel(order["channel"])], order["specs"], platforms=[order["platform"], "noarch"], virtual_packages=virtual
+))
+json.dump([[r.url, r.sha256.hex() if r.sha256 else "", r.size or 0] for r in records], sys.stdout)
+"""
+
+
+def conda() -> Any:
+    """The code that reads conda locks, without the collection being installed."""
+    sys.path.insert(0, str(ROOT))
+    from plugins.plugin_utils.runtime import conda as module  # noqa: PLC0415
+
+    return module
 
 
 def lock_path(variant: str, python: str) -> pathlib.Path:
-    return LOCKS / f"{variant}-cp{python.replace('.', '')}.txt"
+    return LOCKS / f"{variant}-cp{python.replace('.', '')}.{'lock' if variant == 'conda' else 'txt'}"
 
 
 def inputs_digest(variant: str, python: str) -> str:
     """Digest of everything that a lock is made from, comments left out."""
-    digest = hashlib.sha256(f"{python} {PLATFORM}\n".encode())
+    platform = CONDA_PLATFORM if variant == "conda" else PLATFORM
+    digest = hashlib.sha256(f"{python} {platform}\n".encode())
     for suffix in (".in", ".overrides"):
         path = LOCKS / (variant + suffix)
         lines = path.read_text().splitlines() if path.exists() else []
@@ -117,13 +148,53 @@ def render(variant: str, python: str, resolution: dict[str, Any]) -> str:
     return "\n".join(header + lines) + "\n"
 
 
+def solve_conda(uv: str, python: str, channel: str) -> str:
+    """Solve conda.in against the channel, and return the text of the explicit lock."""
+    specs = conda().parse_specs((LOCKS / "conda.in").read_text(), "conda.in")
+    specs["python"] = f"={python}"
+    defaults = (ROOT / "roles/python_env/defaults/main.yml").read_text()
+    rattler = next(
+        line.split(":")[1].strip() for line in defaults.splitlines() if line.startswith("python_env_rattler_version:")
+    )
+    command = [uv, "run", "--quiet", "--no-project", "--isolated", "--with", f"py-rattler=={rattler}"]
+    order = {
+        "channel": channel,
+        "specs": [f"{name} {version}".strip() for name, version in specs.items()],
+        "platform": CONDA_PLATFORM,
+        "virtual": CONDA_VIRTUAL,
+    }
+    done = subprocess.run(
+        [*command, "python", "-c", SOLVER], input=json.dumps(order), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"the conda packages could not be solved: is {channel} reachable (--conda-channel)?")
+    header = [
+        f"Python {python} and the libraries under it, {CONDA_PLATFORM}, from conda packages.",
+        "Made by `make lock` from conda.in beside it: do not edit.",
+        f"inputs: sha256:{inputs_digest('conda', python)}",
+    ]
+    return str(conda().render([tuple(row) for row in json.loads(done.stdout)], header))
+
+
+def check_conda(python: str) -> str | None:
+    """What can be said without the channel: every line has a hash, and what conda.in asks for is there."""
+    module, lock = conda(), lock_path("conda", python)
+    try:
+        found = module.parse_explicit(lock.read_text(), lock.name)
+        module.check_python(found, python, lock.name)
+    except module.RuntimeInputError as error:
+        return str(error)
+    problems = module.unsatisfied(found, module.parse_specs((LOCKS / "conda.in").read_text(), "conda.in"))
+    return f"{lock.name}: {'; '.join(problems)}: run `make lock`" if problems else None
+
+
 def check(variant: str, python: str) -> str | None:
     lock = lock_path(variant, python)
     if not lock.exists():
         return f"{lock.name} is missing: run `make lock`"
     if f"# inputs: sha256:{inputs_digest(variant, python)}\n" not in lock.read_text():
         return f"{lock.name} was made from other inputs than {variant}.in and {variant}.overrides: run `make lock`"
-    return None
+    return check_conda(python) if variant == "conda" else None
 
 
 def main() -> int:
@@ -132,6 +203,7 @@ def main() -> int:
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions instead of keeping pins")
     parser.add_argument("--check", action="store_true", help="only compare locks with their inputs")
     parser.add_argument("--find-links", action="append", default=[], metavar="PLACE", help="where torch+cpu lies")
+    parser.add_argument("--conda-channel", default=CONDA_CHANNEL, metavar="URL", help="where conda packages are")
     parser.add_argument("--uv", default="uv", help="the uv command")
     args = parser.parse_args()
     targets = [target for target in TARGETS if not args.variants or target[0] in args.variants]
@@ -141,7 +213,10 @@ def main() -> int:
         return 1 if problems else 0
     find_links = args.find_links or pip_find_links()
     for variant, python in targets:
-        text = render(variant, python, resolve(args.uv, variant, python, find_links, args.upgrade))
+        if variant == "conda":
+            text = solve_conda(args.uv, python, args.conda_channel)
+        else:
+            text = render(variant, python, resolve(args.uv, variant, python, find_links, args.upgrade))
         lock = lock_path(variant, python)
         changed = not lock.exists() or lock.read_text() != text
         lock.write_text(text)

@@ -7,7 +7,7 @@ logs=tests/output/jobs
 
 # The long ones first, so that none ends alone. `lab` leads: a broken lab shows in two minutes, and the others find its images
 # ready. `cluster_mp` comes late enough to find the wheels that `cluster` has fetched.
-scenarios=(lab cluster driver cluster_mp driver_upgrade preflight network firewall ssh)
+scenarios=(lab cluster runtime driver model_store cluster_mp driver_upgrade preflight network firewall ssh)
 
 lint() {
     local bad=0

@@ -11,6 +11,7 @@ from typing import Any
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import conda
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import lock as locks
 
 display = Display()
@@ -20,19 +21,18 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: Mapping[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)
         args = dict(self._task.args)
-        try:
-            plan, wheels = self._plan(args)
-        except locks.RuntimeInputError as error:
-            raise AnsibleActionFail(str(error)) from error
-
         credentials: dict[str, str] = {}
-        for name in ("index_url", "extra_index_urls", "find_links"):
+        for name in ("index_url", "extra_index_urls", "find_links", "conda_mirror", "miniforge_url"):
             if name in args:
                 single = isinstance(args[name], str)
                 split = [locks.split_credentials(str(url)) for url in ([args[name]] if single else args[name])]
                 args[name] = split[0][0] if single else [url for url, _secret in split]
                 for _url, secret in split:
                     credentials.update(secret)
+        try:
+            plan, wheels = self._plan(args)
+        except locks.RuntimeInputError as error:
+            raise AnsibleActionFail(str(error)) from error
 
         if args.get("state") == "built" and not self._task.check_mode:
             log = args.get("log_path", "/var/log/ironrack-release.log")
@@ -72,7 +72,10 @@ class ActionModule(ActionBase):
             if not path.is_file():
                 raise locks.RuntimeInputError(f"python_env_wheels names {path}, which is no file on the controller.")
             wheels.append((path, hashlib.sha256(path.read_bytes()).hexdigest()))
+        environment = self._conda(args, python) if args.get("method") == "conda" else None
         interpreter = str(args.get("interpreter") or f"/usr/bin/python{'.'.join(python.split('.')[:2])}")
+        if environment:
+            interpreter = ""
         plan = {
             "release_id": locks.release_id(
                 lock,
@@ -81,10 +84,43 @@ class ActionModule(ActionBase):
                 python=python,
                 interpreter=interpreter,
                 prefix=str(args.get("prefix", "/opt/ironrack")),
+                conda=environment["digest"] if environment else "",
             ),
             "versions": locks.expected_versions(lock, variant, str(args["vllm_version"]), lock_path.name),
             "interpreter": interpreter,
             "lock_name": lock_path.name,
-            "download_bytes": lock.download_bytes,
+            "download_bytes": lock.download_bytes + (environment["download_bytes"] if environment else 0),
+            "conda": environment,
         }
         return plan, wheels
+
+    @staticmethod
+    def _conda(args: Mapping[str, Any], python: str) -> dict[str, Any]:
+        """What the builder needs to make the conda environment, in words of its own."""
+        path = pathlib.Path(str(args.get("conda_lock") or ""))
+        if not path.is_file():
+            raise locks.RuntimeInputError(
+                f"there is no conda lock {path.name} for python_env_python {python}. Locks ship for 3.12: set "
+                "python_env_python to it, name your own in python_env_conda_lock, or set python_env_method: venv."
+            )
+        lock = conda.parse_explicit(path.read_text(), path.name)
+        conda.check_python(lock, python, path.name)
+        mirror = str(args.get("conda_mirror") or "")
+        conda.check_mirror(mirror)
+        return {
+            "digest": lock.digest(),
+            "download_bytes": lock.download_bytes,
+            "packages": [
+                {
+                    "url": conda.mirrored(package, mirror),
+                    "home": package.url,
+                    "channel": package.channel,
+                    "file_name": package.file_name,
+                    "name": package.name,
+                    "version": package.version,
+                    "build": package.build,
+                    "sha256": package.sha256,
+                }
+                for package in lock.packages
+            ],
+        }

@@ -9,12 +9,19 @@ short_description: Look at what role base has to know of a host before it decide
 version_added: 0.1.0
 description:
   - Tells which service keeps the clock, whether this host may set it, and whether cloud-init writes C(/etc/hosts).
+  - Tells whether the site's mirror, where there is one, can be read from here and is whole.
   - Reads only, in a real run and in check mode alike.
 author:
   - The ironrack authors
 options:
   root:
     description: Folder to look below in place of the root folder; C(systemctl) is not asked then.
+    type: str
+    default: ""
+  mirror:
+    description: >-
+      Value of C(ironrack_mirror). Of a folder every file of its list is looked for; of a server those of this host's
+      distribution are asked for.
     type: str
     default: ""
 attributes:
@@ -51,20 +58,41 @@ state:
     hosts_in_user_data:
       description: Whether that file comes with the machine's user data, which local settings cannot overrule.
       type: bool
+    distribution:
+      description: C(id), C(version) and C(codename) of the distribution.
+      type: dict
+    apt_mirror:
+      description: Whether apt has settings for the site's mirror.
+      type: bool
+    apt_lists_old:
+      description: Whether those settings are newer than apt's lists of packages.
+      type: bool
+    mirror_problems:
+      description: What is wrong with the mirror, in sentences that name the file and the remedy.
+      type: list
+      elements: str
   sample:
     time_services: [systemd-timesyncd.service]
     time_ours: false
     may_set_clock: true
     hosts_written_by: ""
     hosts_in_user_data: false
+    distribution: {id: debian, version: "12", codename: bookworm}
+    apt_mirror: false
+    apt_lists_old: false
+    mirror_problems: []
 """
 
+import concurrent.futures
 import glob
+import json
 import os
 import re
 import subprocess
+import urllib.error
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.urls import open_url
 
 # Of a unit that keeps time, a name; helpers like chrony-wait end by themselves and are no longer running.
 TIME_UNITS = re.compile(
@@ -76,6 +104,12 @@ OWN_CLOUD_FILE = "99-ironrack-hosts.cfg"
 CAP_SYS_TIME = 25
 # What the machine brings with it, in the order in which cloud-init lets one overrule the other.
 USER_DATA = ("vendor-cloud-config.txt", "vendor2-cloud-config.txt", "cloud-config.txt")
+APT_SETTINGS = "/etc/apt/apt.conf.d/95ironrack-mirror"
+APT_LISTS = "/var/lib/apt/lists"
+# Written last by `make artifacts`: a folder with it was complete once.
+MIRROR_LIST = "artifacts.json"
+ASKED_AT_ONCE = 8
+SHOWN = 3
 
 
 class StateError(Exception):
@@ -157,21 +191,101 @@ def hosts_writer(root):
     return writer, from_user_data
 
 
-def look(root):
+def distribution(root):
+    found = dict(
+        line.split("=", 1) for line in read(f"{root}/etc/os-release").splitlines() if re.match(r"[A-Z_]+=", line)
+    )
+    names = {"id": "ID", "version": "VERSION_ID", "codename": "VERSION_CODENAME"}
+    return {key: found.get(name, "").strip("\"'") for key, name in names.items()}
+
+
+def newer(path, than):
+    """Whether a file changed after another, or that one is not there."""
+    try:
+        return os.stat(path).st_mtime > os.stat(than).st_mtime
+    except OSError:
+        return os.path.exists(path)
+
+
+def ask(url, method="HEAD"):
+    # Never by a proxy: the mirror is the site's.
+    return open_url(url, method=method, timeout=30, use_proxy=False, http_agent="ironrack")
+
+
+def unreachable(url):
+    """Why nothing can be fetched there, or an empty text."""
+    try:
+        ask(url).close()
+    except (urllib.error.URLError, OSError) as error:
+        return f"{url} ({error})"
+    return ""
+
+
+def mirror_problems(mirror, host):
+    """What is wrong with the mirror, as far as it shows from here without reading every byte."""
+    if not mirror:
+        return []
+    base = mirror.rstrip("/")
+    on_disk = base.startswith("/")
+    makes = f"`make artifacts DOWNLOAD={base if on_disk else '<folder>'}` makes it"
+    said = f"ironrack_mirror is {mirror}"
+    try:
+        if on_disk:
+            with open(f"{base}/{MIRROR_LIST}", encoding="utf-8") as handle:
+                text = handle.read()
+        else:
+            with ask(f"{base}/{MIRROR_LIST}", "GET") as answer:
+                text = answer.read().decode("utf-8", "replace")
+        listed = [item for item in json.loads(text)["artifacts"] if item["file"]]
+    except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
+        where = "on this host" if on_disk else "from this host"
+        return [f"{said}: {MIRROR_LIST} cannot be read there {where} ({error}); {makes}"]
+    label = "{id} {version}".format(**host)
+    own = [item for item in listed if item["kind"].startswith("apt") and label in item["wanted_by"].split(", ")]
+    if not own:
+        found = sorted({item["wanted_by"] for item in listed if item["kind"] == "apt"})
+        return [f"{said}: it has no packages for {label}, only for {', '.join(found) or 'nothing'}; {makes}"]
+    if on_disk:
+        lost = [item["file"] for item in listed if not fits(f"{base}/{item['file']}", item["size"])]
+    else:
+        with concurrent.futures.ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            lost = [told for told in pool.map(unreachable, [f"{base}/{item['file']}" for item in own]) if told]
+    if not lost:
+        return []
+    more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+    return [f"{said}: missing there, or of another size, are {', '.join(lost[:SHOWN])}{more}; {makes}"]
+
+
+def fits(path, size):
+    try:
+        return os.stat(path).st_size == size
+    except OSError:
+        return False
+
+
+def look(root, mirror=""):
     writer, from_user_data = hosts_writer(root)
+    host = distribution(root)
     return {
         "time_services": [] if root else running_services(),
         "time_ours": os.path.lexists(root + OWN_SETTINGS) or runs_with_own_settings(root),
         "may_set_clock": may_set_clock(root),
         "hosts_written_by": writer,
         "hosts_in_user_data": from_user_data,
+        "distribution": host,
+        "apt_mirror": os.path.lexists(root + APT_SETTINGS),
+        "apt_lists_old": newer(root + APT_SETTINGS, root + APT_LISTS),
+        "mirror_problems": mirror_problems(mirror, host),
     }
 
 
 def main():
-    module = AnsibleModule(argument_spec={"root": {"type": "str", "default": ""}}, supports_check_mode=True)
+    module = AnsibleModule(
+        argument_spec={"root": {"type": "str", "default": ""}, "mirror": {"type": "str", "default": ""}},
+        supports_check_mode=True,
+    )
     try:
-        state = look(module.params["root"].rstrip("/"))
+        state = look(module.params["root"].rstrip("/"), module.params["mirror"])
     except StateError as error:
         module.fail_json(msg=str(error))
     if state["hosts_in_user_data"]:

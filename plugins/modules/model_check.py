@@ -5,27 +5,54 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 module: model_check
-short_description: Prove that model folders are complete, and give each a digest to compare between nodes
+short_description: Say of model folders whether they are complete, and give each a digest to compare between nodes
 version_added: 0.1.0
 description:
   - Looks only; changes nothing.
   - >-
     For each folder: it exists; C(config.json) is one; every shard that the index names is there, holds the tensors the
-    index says, and is as long as its own header says; and the service user can read all of it.
+    index says, and is as long as its own header says; and the service user can read all of it. A folder that
+    M(ironrack.vllm.model_fetch) filled is held against its manifest, too.
   - >-
     The digest covers name and size of every file, the headers of safetensors files and all of each small file.
-    Weights are not read: a folder of 100 GB takes well under a second.
+    Weights are not read: a folder of 100 GB takes well under a second. With V(full) everything is read.
+  - What is wrong with a folder that the user brings is an error; what is wrong with one that is fetched is returned.
 author:
   - The ironrack authors
 options:
   models:
-    description: Name of each instance (for messages and for the result), and the absolute path of its folder.
+    description: By absolute path of its folder, each model.
     type: dict
     required: true
+    suboptions:
+      instances:
+        description: Names of its instances, for messages.
+        type: list
+        elements: str
+      repo:
+        description: Repository that it is fetched from. Empty where the user brings the folder.
+        type: str
   user:
     description: User that must be able to read the folders. One that does not exist yet is tolerated in check mode.
     type: str
     required: true
+  verify:
+    description: V(sizes) trusts that a file of the right size has not changed; V(full) reads all of it.
+    type: str
+    choices: [sizes, full]
+    default: sizes
+  store:
+    description: Folder that holds the models that are fetched, as C(<org>/<name>/<revision>).
+    type: path
+    default: ""
+  keep:
+    description: Old revisions of a repository that may stay. Negative means all of them.
+    type: int
+    default: -1
+  log_path:
+    description: Log file on the node, for the progress of V(full).
+    type: path
+    default: /var/log/ironrack-models.log
 attributes:
   check_mode:
     description: It never changes anything.
@@ -40,17 +67,30 @@ EXAMPLES = r"""
   ironrack.vllm.model_check:
     user: ironrack
     models:
-      tiny: /data/models/tiny
+      /data/models/tiny: {instances: [tiny], repo: ""}
 """
 
 RETURN = r"""
 models:
-  description: For each instance, what was found.
+  description: By folder, what was found.
   returned: success
   type: dict
   contains:
+    state:
+      description: >-
+        C(complete), C(foreign) (complete, but not fetched by ironrack), C(arriving), C(damaged) or C(absent).
+      type: str
+    faults:
+      description: By file, what is wrong with it. An empty name stands for the folder as a whole.
+      type: dict
+    commit:
+      description: Commit of the repository, where it is known.
+      type: str
+    manifest:
+      description: Equal on two nodes when their manifests name the same files with the same hashes.
+      type: str
     digest:
-      description: Equal on two nodes when names, sizes, headers and small files are.
+      description: Equal on two nodes when names, sizes, headers and small files are; with V(full) when all content is.
       type: str
     bytes:
       description: Size of all files.
@@ -61,109 +101,25 @@ models:
     files:
       description: Digest of each file, to name what differs.
       type: dict
+old:
+  description: Revisions in O(store) that are in no plan of this node, with their sizes.
+  returned: success
+  type: list
+  elements: dict
+surplus:
+  description: Those of them that O(keep) lets go.
+  returned: success
+  type: list
+  elements: str
 """
 
-import hashlib
-import json
 import os
 import pwd
 import socket
-import struct
 
 from ansible.module_utils.basic import AnsibleModule
-
-HEADER_LIMIT = 100 * 1000 * 1000  # what the safetensors library accepts
-WHOLE_FILE_LIMIT = 32 * 1024 * 1024
-INDEX = "model.safetensors.index.json"
-
-
-class ModelError(Exception):
-    """A problem whose text names file and remedy."""
-
-
-def read_json(path, name):
-    try:
-        with open(path, encoding="utf-8") as stream:
-            value = json.load(stream)
-    except FileNotFoundError:
-        raise ModelError(f"{name} is missing") from None
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{name} cannot be read ({error}): copy it again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{name} is no JSON object: copy it again")
-    return value
-
-
-def safetensors_header(path):
-    """(raw header, names of the tensors); raises when the file is not as long as its header says."""
-    name = os.path.basename(path)
-    size = os.path.getsize(path)
-    with open(path, "rb") as stream:
-        start = stream.read(8)
-        if start == b"version ":
-            raise ModelError(f"{name} is a Git LFS pointer, not the weights: fetch them with `git lfs pull`")
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        raw = stream.read(length) if 2 <= length <= HEADER_LIMIT else b""
-    if len(raw) != length or not raw:
-        raise ModelError(f"{name} has no whole safetensors header ({size} bytes): copy it again")
-    try:
-        header = json.loads(raw)
-        tensors = {key: value["data_offsets"][1] for key, value in header.items() if key != "__metadata__"}
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise ModelError(f"{name} has a damaged safetensors header: copy it again") from None
-    wanted = 8 + length + max(tensors.values(), default=0)
-    if size != wanted:
-        raise ModelError(f"{name} has {size} of {wanted} bytes: the copy was broken off or mixed up, copy it again")
-    return raw, set(tensors)
-
-
-def inspect(path):
-    """Check one folder; returns the module's result for it."""
-    if not os.path.isdir(path):
-        raise ModelError("the folder does not exist: copy or mount the model there, or correct model.path")
-    config = read_json(os.path.join(path, "config.json"), "config.json")
-    if "architectures" not in config and "model_type" not in config:
-        raise ModelError("config.json names neither architectures nor model_type: it is not a model's")
-    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    names = [name for name in names if not os.path.isdir(os.path.join(path, name))]
-    for name in names:
-        if not os.path.exists(os.path.join(path, name)):
-            raise ModelError(f"{name} is a link to {os.readlink(os.path.join(path, name))}, which does not exist")
-
-    files, tensors, size = {}, {}, 0
-    for name in names:
-        file_path = os.path.join(path, name)
-        length = os.path.getsize(file_path)
-        size += length
-        digest = hashlib.sha256(str(length).encode())
-        if name.endswith(".safetensors"):
-            raw, tensors[name] = safetensors_header(file_path)
-            digest.update(raw)
-        elif length <= WHOLE_FILE_LIMIT:
-            with open(file_path, "rb") as stream:
-                digest.update(stream.read())
-        files[name] = digest.hexdigest()
-
-    if INDEX in files:
-        weight_map = read_json(os.path.join(path, INDEX), INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{INDEX} has no weight_map: copy it again")
-        missing = sorted({shard for shard in weight_map.values() if shard not in tensors})
-        if missing:
-            raise ModelError(f"shards named in {INDEX} are missing: {', '.join(missing[:5])} ({len(missing)} in all)")
-        for tensor, shard in weight_map.items():
-            if tensor not in tensors[shard]:
-                raise ModelError(f"{shard} lacks the tensor {tensor} that {INDEX} says it holds: copy both again")
-    elif not tensors and not any(name.endswith((".bin", ".pt", ".gguf")) for name in names):
-        raise ModelError("there are no weights in it (*.safetensors)")
-
-    text = json.dumps(sorted(files.items()), separators=(",", ":"))
-    return {
-        "digest": hashlib.sha256(text.encode()).hexdigest(),
-        "bytes": size,
-        "tensors": sum(len(found) for found in tensors.values()),
-        "files": files,
-    }
+from ansible_collections.ironrack.vllm.plugins.module_utils import models
+from ansible_collections.ironrack.vllm.plugins.module_utils.models import ModelError
 
 
 def unreadable(path, names, user):
@@ -195,11 +151,55 @@ def unreadable(path, names, user):
     return problem
 
 
+def look(path, model, full, log):
+    """One folder: what is fetched may lack something, what the user brings may not."""
+    told = [0, 0]
+
+    def seen(count):
+        # The hashing of a large model takes minutes: one line for each 50 GB.
+        told[0] += count
+        if told[0] // (50 * models.GB) > told[1]:
+            told[1] = told[0] // (50 * models.GB)
+            log(f"{path}: {told[0] / models.GB:.0f} GB read")
+
+    if model["repo"]:
+        return models.look(path, full, seen)
+    found = models.inspect(path, full, seen)
+    return {"state": "foreign", "faults": {}, "commit": "", "manifest": "", **found}
+
+
+def check(module, user):
+    params = module.params
+    log = models.Log(params["log_path"])
+    result = {}
+    for path, model in params["models"].items():
+        names = ", ".join(model["instances"])
+        try:
+            result[path] = look(path, model, params["verify"] == "full", log)
+            if user and result[path]["state"] in ("complete", "foreign"):
+                problem = unreadable(path, sorted(result[path]["files"]), user)
+                if problem:
+                    raise ModelError(f"{user.pw_name} cannot read {problem}: give it read and search permission")
+        except ModelError as error:
+            module.fail_json(
+                msg=f"the model of instance {names} at {path} on {socket.gethostname()} cannot be served: {error}"
+            )
+        for note in result[path].pop("notes", []):
+            module.warn(f"{names} at {path}: {note}")
+        for name, problem in result[path]["faults"].items():
+            module.warn(f"{names} at {path} on {socket.gethostname()}: {name} {problem}; it is fetched again")
+    return result
+
+
 def main():
     module = AnsibleModule(
         argument_spec={
             "models": {"type": "dict", "required": True},
             "user": {"type": "str", "required": True},
+            "verify": {"type": "str", "choices": ["sizes", "full"], "default": "sizes"},
+            "store": {"type": "path", "default": ""},
+            "keep": {"type": "int", "default": -1},
+            "log_path": {"type": "path", "default": "/var/log/ironrack-models.log"},
         },
         supports_check_mode=True,
     )
@@ -209,18 +209,11 @@ def main():
         user = None
     if user is None and not module.check_mode:
         module.fail_json(msg=f"the user {module.params['user']} does not exist on {socket.gethostname()}: run host.yml")
-    result = {}
-    for name, path in module.params["models"].items():
-        try:
-            result[name] = inspect(path)
-            problem = unreadable(path, sorted(result[name]["files"]), user) if user else ""
-            if problem:
-                raise ModelError(f"{user.pw_name} cannot read {problem}: give it read and search permission")
-        except ModelError as error:
-            module.fail_json(
-                msg=f"the model of instance {name} at {path} on {socket.gethostname()} cannot be served: {error}"
-            )
-    module.exit_json(changed=False, models=result)
+    found = check(module, user)
+    store, keep = module.params["store"], module.params["keep"]
+    old = models.revisions(store, module.params["models"]) if store else []
+    surplus = models.surplus(old, keep) if keep >= 0 else []
+    module.exit_json(changed=False, models=found, old=old, surplus=surplus)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ description:
     worked out on the controller from the lock file, the extra wheels, the Python and the paths, so the same inputs are
     the same release.
   - >-
-    V(inspected) only looks. V(built) makes the release on one node, from the archive in the cache or from the package
-    index, packs the archive for the others and serves it for a short time. V(fetched) brings a node to the same release
-    from that archive. V(current) proves that the release imports, switches the C(current) link to it in one step and
-    removes old releases.
+    V(inspected) only looks; it also tells what is no longer as it was built. V(built) makes the release on one node,
+    from the archive in the cache or from the package index, packs the archive for the others and serves it for a short
+    time. V(fetched) brings a node to the same release from that archive. V(repaired) writes the files again that are no
+    longer as they were built, each in one step, and leaves all others alone. V(current) proves that the release
+    imports, switches the C(current) link to it in one step and removes old releases.
   - >-
     The marker C(release.json) is written last, when everything else is on disk. A folder without it is a leftover of a
     killed run: it is wiped and made anew. A lock on the folder keeps two runs from building at once, also when the
@@ -28,7 +29,7 @@ options:
   state:
     description: What to reach.
     type: str
-    choices: [inspected, built, fetched, current]
+    choices: [inspected, built, fetched, repaired, current]
     required: true
   variant:
     description: Hardware the release is for.
@@ -44,7 +45,51 @@ options:
     type: str
     required: true
   interpreter:
-    description: Interpreter on the nodes that the environment is made from. Default C(/usr/bin/python<major>.<minor>).
+    description: >-
+      With O(method=venv), the interpreter on the nodes that the environment is made from. Default
+      C(/usr/bin/python<major>.<minor>).
+    type: str
+    default: ""
+  method:
+    description:
+      - What the environment is made with.
+      - >-
+        V(conda) brings its own Python and the libraries under it, from O(conda_lock). Nodes need none. V(venv) is a
+        virtual environment over the nodes' O(interpreter).
+    type: str
+    choices: [conda, venv]
+    default: venv
+  conda_lock:
+    description: With O(method=conda), path of the explicit conda lock on the controller, with a sha256 in every line.
+    type: str
+    default: ""
+  conda_client:
+    description: >-
+      What installs the conda packages on the builder. V(rattler) is py-rattler, from the package index, in an
+      environment of its own. V(miniforge) is the C(conda) command.
+    type: str
+    choices: [rattler, miniforge]
+    default: rattler
+  conda_mirror:
+    description: >-
+      Place under which each channel has a folder of its name, as C(http), C(https) or C(file) URL. Empty means the URLs
+      of the lock. Credentials in the URL are passed on without showing up in arguments or logs.
+    type: str
+    default: ""
+  rattler_version:
+    description: Version of py-rattler, which the builder fetches from the index.
+    type: str
+    default: 0.28.0
+  rattler_sha256:
+    description: Hash of py-rattler's wheel for linux x86_64.
+    type: str
+    default: 4f4ab1d34d5394e7ce130a86e59009c95ace4f5757d9c3af04de1351bcea47eb
+  miniforge_url:
+    description: With O(conda_client=miniforge), URL of its installer.
+    type: str
+    default: ""
+  miniforge_sha256:
+    description: Hash of that installer.
     type: str
     default: ""
   lock:
@@ -69,7 +114,9 @@ options:
     type: path
     default: /var/log/ironrack-release.log
   index_url:
-    description: Package index. Credentials in the URL are passed on without showing up in arguments or logs.
+    description: >-
+      Package index; empty, only O(find_links) is read. Credentials in the URL are passed on without showing up in
+      arguments or logs.
     type: str
     default: https://pypi.org/simple
   extra_index_urls:
@@ -103,13 +150,9 @@ options:
     type: bool
     default: true
   serve:
-    description: With O(state=built), serve the archive read-only from a transient systemd unit.
+    description: With O(state=built) and O(state=fetched), serve the archive read-only from a transient systemd unit.
     type: dict
     suboptions:
-      script:
-        description: Path of the server on the node.
-        type: path
-        required: true
       address:
         description: Address to listen on.
         type: str
@@ -122,8 +165,22 @@ options:
         description: Seconds after which systemd ends it in any case. It ends by itself when nobody asks any more.
         type: int
         default: 3600
+  verify:
+    description: >-
+      How O(state=inspected) and O(state=repaired) look for what has changed. V(quick) compares sizes, times, modes and
+      owners, V(full) reads every byte.
+    type: str
+    choices: [quick, full]
+    default: quick
   source:
-    description: With O(state=fetched), what O(state=built) returned as C(archive) on the builder.
+    description: >-
+      With O(state=fetched) and O(state=repaired), what O(state=built) returned as C(archive) on the node that has it.
+    type: dict
+    default: {}
+  chain:
+    description: >-
+      With O(state=fetched), what the filter P(ironrack.vllm.fanout_sources#filter) says of this node. The archive comes
+      from the node before it in a chain and is handed on while it still arrives.
     type: dict
     default: {}
   keep:
@@ -175,13 +232,40 @@ versions:
   description: Versions of vLLM, torch, Ray and Transformers that the lock holds.
   returned: always
   type: dict
+drift:
+  description: >-
+    What is no longer as it was built. C(changed) says of each path what about it, C(missing) and C(extra) are lists.
+    Each holds 100 paths at most, C(total) counts all.
+  returned: O(state=inspected)
+  type: dict
+manifest_sha256:
+  description: Hash of the list of the release's files. Equal on two nodes, they have the same build.
+  returned: O(state=inspected)
+  type: str
+has_archive:
+  description: Whether the release's archive lies on this node.
+  returned: O(state=inspected)
+  type: bool
+runtime:
+  description: >-
+    Versions found on this node, of C(python), C(vllm), C(ray), C(torch), C(nccl), C(cuda) (of torch) and C(driver).
+    What is not there is left out.
+  returned: O(state=inspected)
+  type: dict
+restart:
+  description: Units that may have read a file while it was not as it was built.
+  returned: O(state=repaired)
+  type: list
+  elements: str
 missing_commands:
   description: Programs that V(built) and V(fetched) need and that are not installed.
   returned: O(state=inspected)
   type: list
   elements: str
 archive:
-  description: The archive's C(path), C(sha256), C(size), C(unpacked_bytes) and, when it is served, C(url).
+  description: >-
+    The archive's C(path), C(sha256), C(size), C(unpacked_bytes), C(file) (its name and digests), the C(manifest_sha256)
+    of the release and, when it is served, C(url).
   returned: O(state=built), when there is one
   type: dict
 actions:
@@ -195,34 +279,46 @@ log:
   type: str
 """
 
-import concurrent.futures
 import contextlib
 import errno
 import fcntl
-import hashlib
+import glob
 import json
 import os
 import platform
 import re
 import shutil
 import socket
-import stat
 import subprocess
+import sys
 import time
 import urllib.parse
-import urllib.request
 import zipfile
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.urls import open_url
+from ansible_collections.ironrack.vllm.plugins.module_utils import conda_env, fanout, release_tree
+from ansible_collections.ironrack.vllm.plugins.module_utils.release_tree import (
+    MANIFEST,
+    MARKER,
+    file_sha256,
+    write_atomically,
+    write_manifest,
+)
 
-MARKER = "release.json"
-MANIFEST = "manifest.txt"
 COMMANDS = ("tar", "zstd")
 CHUNK = 1 << 20
 GIB = 1 << 30
 SERVER_UNIT = "ironrack-release-server.service"
+# Distributions whose versions are compared over the nodes, as their folders are named.
+DISTRIBUTIONS = {"vllm": "vllm", "ray": "ray", "torch": "torch", "nvidia_nccl_cu": "nccl"}
+DISTRIBUTION = re.compile(r"(vllm|ray|torch|nvidia_nccl_cu[0-9]+)-([^-]+)\.dist-info")
+PRINT_PYTHON = "import platform; print(platform.python_version())"
+# How many changed files are named; that of a release which somebody upgraded by hand would be thousands.
+NAMED_FILES = 100
 UV_WHEEL = "uv-{version}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
+# A process's start is known to a hundredth of a second, the boot it is counted from to a second.
+CLOCK_SLACK = 1.0
 # What tar and the environment write beside the package files themselves.
 ROOM_TO_SPARE = GIB
 
@@ -232,30 +328,6 @@ class ReleaseError(Exception):
 
 
 # ---------------------------------------------------------------- files
-
-
-def file_sha256(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(CHUNK), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def write_atomically(path, text):
-    """Write a small file so that a reader, or a machine that loses power, sees all of it or none."""
-    partial = f"{path}.part"
-    with open(partial, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.chmod(partial, 0o644)
-    os.replace(partial, path)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def wipe(path):
@@ -295,40 +367,6 @@ def sync_file_system(path):
     subprocess.run(["sync", "--file-system", path], check=True)
 
 
-# ---------------------------------------------------------------- manifest
-
-
-def manifest_entries(root):
-    """[(relative path, kind, link target)] of everything under root, in a stable order."""
-    entries = []
-    for folder, folders, files in os.walk(root):
-        folders.sort()
-        for name in sorted(files) + [item for item in folders if os.path.islink(os.path.join(folder, item))]:
-            path = os.path.join(folder, name)
-            relative = os.path.relpath(path, root)
-            if relative not in (MARKER, MANIFEST):
-                entries.append(relative)
-    return sorted(entries)
-
-
-def manifest_line(root, relative):
-    path = os.path.join(root, relative)
-    info = os.lstat(path)
-    if stat.S_ISLNK(info.st_mode):
-        return f"link:{os.readlink(path)} 0 {relative}", 0
-    return f"{file_sha256(path)} {info.st_size} {relative}", info.st_size
-
-
-def write_manifest(root):
-    """Hash every file of the environment; returns (digest of the list, files, bytes)."""
-    entries = manifest_entries(root)
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        lines = list(pool.map(lambda relative: manifest_line(root, relative), entries, chunksize=64))
-    text = "".join(f"{line}\n" for line, _size in lines)
-    write_atomically(os.path.join(root, MANIFEST), text)
-    return hashlib.sha256(text.encode()).hexdigest(), len(lines), sum(size for _line, size in lines)
-
-
 # ---------------------------------------------------------------- network
 
 
@@ -343,56 +381,6 @@ def wheel_link(page, content_type, base_url, file_name):
         if urllib.parse.unquote(urllib.parse.urlsplit(url).path).rsplit("/", 1)[-1] == file_name:
             return url
     return None
-
-
-def download(url, target, sha256, size, log, *, attempts=6, pause=1.0, timeout=60):
-    """Fetch a file into target; a broken transfer goes on where it stopped, a wrong one is fetched once more."""
-    partial = f"{target}.part"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # cluster traffic, never by proxy
-    problem, fresh_start = "", True
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(min(pause * 2 ** (attempt - 1), 15))
-        have = os.path.getsize(partial) if os.path.exists(partial) else 0
-        try:
-            if have > size:
-                os.unlink(partial)
-                have = 0
-            if have < size:
-                headers = {"Range": f"bytes={have}-"} if have else {}
-                log(f"fetching {url} from byte {have} of {size}")
-                request = urllib.request.Request(url, headers=headers)  # noqa: S310 - the builder's URL
-                with opener.open(request, timeout=timeout) as answer:
-                    resumed = bool(have) and answer.status == 206
-                    with open(partial, "ab" if resumed else "wb") as stream:
-                        shutil.copyfileobj(answer, stream, CHUNK)
-                        stream.flush()
-                        os.fsync(stream.fileno())
-            have = os.path.getsize(partial)
-            if have < size:
-                raise ConnectionError(f"the connection ended after {have} of {size} bytes")
-        except OSError as error:
-            if getattr(error, "errno", None) == errno.ENOSPC:
-                raise
-            problem = f"{type(error).__name__}: {error}"
-            log(f"attempt {attempt + 1}: {problem}")
-            continue
-        found = file_sha256(partial)
-        if found == sha256:
-            os.chmod(partial, 0o644)
-            os.replace(partial, target)
-            return
-        os.unlink(partial)
-        problem = f"its sha256 is {found} instead of {sha256}"
-        log(f"attempt {attempt + 1}: {problem}")
-        if not fresh_start:
-            break
-        fresh_start = False
-    raise ReleaseError(
-        f"{url} could not be fetched: {problem}. Check that the builder's address can be reached from here "
-        f"and that a firewall lets python_env_serve_port through; or put the archive, with its .sha256 file, "
-        f"into {os.path.dirname(target)} on this node, and run again."
-    )
 
 
 # ---------------------------------------------------------------- the release
@@ -411,6 +399,7 @@ class Release:
         self.archives = os.path.join(params["cache_dir"], "releases")
         self.archive_path = os.path.join(self.archives, f"{self.id}.tar.zst")
         self.python = os.path.join(self.path, "bin", "python")
+        self.conda = params["conda"]
         self.lock_handles = []
         self.actions = []
         self.changed = False
@@ -419,12 +408,7 @@ class Release:
 
     def marker(self, path=None):
         """What the marker says, or None when the release is not complete."""
-        try:
-            with open(os.path.join(path or self.path, MARKER), encoding="utf-8") as stream:
-                marker = json.load(stream)
-        except (OSError, ValueError):
-            return None
-        return marker if isinstance(marker, dict) and marker.get("id") == self.id else None
+        return release_tree.read_marker(path or self.path)
 
     def linked(self):
         try:
@@ -435,16 +419,72 @@ class Release:
     def is_current(self):
         return os.path.basename(self.linked()) == self.id
 
+    def examine(self):
+        """(what is no longer as it was built, the manifest or None when that itself is damaged)."""
+        findings = release_tree.Findings()
+        marker = self.marker()
+        if marker is None:
+            # What is current was complete once. Anything else is the leftover of a killed run, and made anew.
+            if self.is_current() and os.path.isdir(self.path):
+                findings.missing.append(MARKER)
+            return findings, None
+        try:
+            entries = release_tree.read_manifest(self.path, marker.get("manifest_sha256"))
+        except release_tree.TreeError as error:
+            findings.changed[MANIFEST] = str(error)
+            return findings, None
+        return release_tree.inspect(self.path, entries, full=self.params["verify"] == "full"), entries
+
+    def inspected(self):
+        findings, _entries = self.examine()
+        return {
+            "missing_commands": missing_commands(),
+            "drift": findings.report(NAMED_FILES),
+            "manifest_sha256": (self.marker() or {}).get("manifest_sha256", ""),
+            "has_archive": os.path.exists(self.archive_path),
+            "runtime": self.runtime(),
+        }
+
+    def runtime(self):
+        """Versions that have to be the same on all nodes, read without importing anything."""
+        found = {}
+        for name in glob.glob(os.path.join(self.path, "lib", "python3*", "site-packages", "*.dist-info")):
+            match = DISTRIBUTION.fullmatch(os.path.basename(name))
+            if match:
+                found[DISTRIBUTIONS[re.sub(r"[0-9]+$", "", match[1])]] = match[2]
+        for name in glob.glob(os.path.join(self.path, "lib", "python3*", "site-packages", "torch", "version.py")):
+            with contextlib.suppress(OSError), open(name, encoding="utf-8") as stream:
+                match = re.search(r"(?m)^cuda\b[^=]*=\s*['\"]([\d.]+)", stream.read())
+                found.update({"cuda": match[1]} if match else {})
+        with contextlib.suppress(OSError), open("/proc/driver/nvidia/version", encoding="utf-8") as stream:
+            match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", stream.read())
+            found.update({"driver": match[1]} if match else {})
+        # The environment's own Python; before there is one, that which it will be made from.
+        own = self.conda or os.path.exists(self.python)
+        ask = [self.python if own else self.params["interpreter"], "-I", "-c", PRINT_PYTHON]
+        if os.path.exists(ask[0]):
+            done = subprocess.run(ask, capture_output=True, text=True, check=False)
+            found.update({"python": done.stdout.strip()} if done.returncode == 0 else {})
+        return found
+
     def interpreter_version(self):
-        interpreter = self.params["interpreter"]
+        """Version of the Python that the environment is made from; with conda the release brings it."""
+        interpreter = self.python if self.conda else self.params["interpreter"]
         try:
             done = subprocess.run(
-                [interpreter, "-I", "-c", "import platform; print(platform.python_version())"],
+                [interpreter, "-I", "-c", PRINT_PYTHON],
                 capture_output=True,
                 text=True,
                 check=True,
             )
         except (OSError, subprocess.CalledProcessError) as error:
+            if self.conda:
+                said = (getattr(error, "stderr", "") or str(error)).strip()
+                raise ReleaseError(
+                    f"the release's own Python {interpreter} does not start on {socket.gethostname()}: {said}. Its "
+                    "conda packages need a Linux as new as the builder's: update this node, or take it out of the "
+                    "instances."
+                ) from None
             raise ReleaseError(
                 f"the interpreter {interpreter} does not run on {socket.gethostname()} ({error}). Install Python "
                 f"{self.params['python']} there, or name another with python_env_interpreter and python_env_python."
@@ -563,8 +603,9 @@ class Release:
             "UV_PYTHON_DOWNLOADS": "never",
             "UV_CACHE_DIR": os.path.join(params["cache_dir"], "uv-cache"),
             "UV_HTTP_TIMEOUT": "120",
-            "UV_DEFAULT_INDEX": self.with_credentials(params["index_url"]),
         }
+        if params["index_url"]:
+            environment["UV_DEFAULT_INDEX"] = self.with_credentials(params["index_url"])
         if params["extra_index_urls"]:
             environment["UV_INDEX"] = " ".join(self.with_credentials(url) for url in params["extra_index_urls"])
             # Any index may offer the version; the hash decides. Without this the first index that knows
@@ -585,6 +626,10 @@ class Release:
                 environment[name] = os.environ[name]
         return environment
 
+    def index_flags(self):
+        """Without an index uv would ask the public one."""
+        return [] if self.params["index_url"] or self.params["extra_index_urls"] else ["--no-index"]
+
     def explain_uv(self, output):
         """First sentence of the error: what it most likely is, and which variable helps."""
         params = self.params
@@ -601,7 +646,13 @@ class Release:
             )
         if re.search(r"invalid peer certificate|UnknownIssuer|certificate verify failed", flat):
             return f"the certificate of {params['index_url']} is not trusted: set python_env_ca_bundle. "
-        indexes = ", ".join([params["index_url"], *params["extra_index_urls"]])
+        indexes = ", ".join(filter(None, [params["index_url"], *params["extra_index_urls"]]))
+        if not indexes and re.search(r"not found in|Failed to fetch|No solution found|unsatisfiable", flat):
+            return (
+                f"a wheel is missing in {', '.join(params['find_links']) or 'python_env_find_links, which is empty'}, "
+                "and no index is asked (python_env_index_url is empty). `make artifacts DOWNLOAD=<its folder>` for "
+                "this inventory fetches it. "
+            )
         if re.search(r"error sending request|Failed to fetch|Could not connect|dns error|tunnel error|timed out", flat):
             return (
                 f"a package index did not answer ({indexes}): check python_env_index_url, "
@@ -642,7 +693,8 @@ class Release:
         params = self.params
         local = [os.path.join(place, name) for place in params["find_links"] if "://" not in place]
         partial = f"{wheel}.part"
-        base = params["index_url"].rstrip("/") + "/uv/"
+        pages = [place for place in params["find_links"] if "://" in place]
+        pages += [params["index_url"].rstrip("/") + "/uv/"] if params["index_url"] else []
         if params["http_proxy"]:
             os.environ.update(http_proxy=params["http_proxy"], https_proxy=params["http_proxy"])
         try:
@@ -650,13 +702,12 @@ class Release:
             if found:
                 shutil.copyfile(found, partial)
             else:
-                with self.read_index(base) as answer:
-                    page = answer.read().decode("utf-8", "replace")
-                    link = wheel_link(page, answer.headers.get("Content-Type", ""), answer.geturl(), name)
+                link = next(filter(None, (self.link_on(page, name) for page in pages)), None)
                 if link is None:
                     raise ReleaseError(
-                        f"the index page {base} does not list {name}. Check python_env_index_url and "
-                        "python_env_uv_version, or put the wheel into a folder of python_env_find_links."
+                        f"{' and '.join(pages or params['find_links'])} has no {name}. Check python_env_index_url and "
+                        "python_env_uv_version, or put the wheel into a folder of python_env_find_links; into a mirror "
+                        "`make artifacts DOWNLOAD=<its folder>` brings it."
                     )
                 self.log(f"fetching {name}")
                 with self.read_index(link) as answer, open(partial, "wb") as stream:
@@ -665,7 +716,7 @@ class Release:
             if getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             raise ReleaseError(
-                f"the package index {params['index_url']} did not answer on {socket.gethostname()}: {error}. Check "
+                f"the package index {' or '.join(pages)} did not answer on {socket.gethostname()}: {error}. Check "
                 "python_env_index_url, python_env_http_proxy and python_env_ca_bundle."
             ) from None
         digest = file_sha256(partial)
@@ -677,22 +728,28 @@ class Release:
             )
         os.replace(partial, wheel)
 
-    def archive_sha256(self):
-        """Hash of the archive in the cache, when there is one and it is whole."""
+    def link_on(self, page, name):
+        with self.read_index(page) as answer:
+            text = answer.read().decode("utf-8", "replace")
+            return wheel_link(text, answer.headers.get("Content-Type", ""), answer.geturl(), name)
+
+    def archive_entry(self):
+        """Digests of the archive in the cache, when there is one and it is whole."""
         sidecar = f"{self.archive_path}.sha256"
         if not (os.path.exists(self.archive_path) and os.path.exists(sidecar)):
             return None
         with open(sidecar, encoding="utf-8") as stream:
             wanted = stream.read().split()[:1]
-        found = file_sha256(self.archive_path)
-        if wanted != [found]:
+        entry = fanout.describe(self.archive_path, os.path.basename(self.archive_path))
+        if wanted != [entry["sha256"]]:
             self.log(f"the archive {self.archive_path} does not have the hash in its .sha256 file; it is not used")
             return None
-        return found
+        return entry
 
     def build(self):
         params = self.params
-        version = self.interpreter_version()
+        if not self.conda:
+            self.interpreter_version()  # before anything is fetched
         expected = params["download_bytes"]
         require_space(
             [
@@ -705,10 +762,14 @@ class Release:
         wipe(self.path)
         uv = self.uv()
         environment = self.index_environment()
-        self.run([uv, "venv", "--python", params["interpreter"], self.path], environment, self.explain_uv)
+        if self.conda:
+            self.conda_environment(uv, environment)
+        else:
+            self.run([uv, "venv", "--python", params["interpreter"], self.path], environment, self.explain_uv)
+        version = self.interpreter_version()
         install = ["--python", self.python, "--compile-bytecode", "--link-mode", "copy"]
         self.run(
-            [uv, "pip", "sync", *install, "--require-hashes", "--no-build", params["lock_file"]],
+            [uv, "pip", "sync", *install, *self.index_flags(), "--require-hashes", "--no-build", params["lock_file"]],
             environment,
             self.explain_uv,
         )
@@ -721,6 +782,8 @@ class Release:
                     )
             paths = [wheel["path"] for wheel in params["wheel_files"]]
             self.run([uv, "pip", "install", *install, "--no-deps", "--offline", *paths], environment, self.explain_uv)
+        if self.conda:
+            conda_env.without_user_packages(self.path)
         self.prove()
         manifest, files, size = write_manifest(self.path)
         sync_file_system(self.path)
@@ -729,6 +792,7 @@ class Release:
             "variant": params["variant"],
             "versions": self.versions,
             "python": version,
+            "method": "conda" if self.conda else "venv",
             "interpreter": params["interpreter"],
             "lock": params["lock_name"],
             "manifest_sha256": manifest,
@@ -739,6 +803,103 @@ class Release:
         }
         write_atomically(os.path.join(self.path, MARKER), json.dumps(marker, indent=2, sort_keys=True) + "\n")
         self.done(f"built {self.path}: {files} files, {size / GIB:.2f} GiB, in {time.monotonic() - started:.0f} s")
+
+    def conda_environment(self, uv, environment):
+        """Python and the libraries under it, from the packages of the explicit lock."""
+        params = self.params
+        folder = os.path.join(params["cache_dir"], "conda")
+        packages = self.conda["packages"]
+        names = os.path.join(folder, "packages")
+        os.makedirs(folder, mode=0o755, exist_ok=True)
+        with self.locked(os.path.join(folder, "lock")):  # the tools and files below are shared by all releases
+            if params["http_proxy"]:
+                os.environ.update(http_proxy=params["http_proxy"], https_proxy=params["http_proxy"])
+            paths = conda_env.fetch_packages(packages, names, self.read_file, self.log)
+            work = os.path.join(folder, "work")
+            wipe(work)
+            os.mkdir(work)
+            if params["conda_client"] == "rattler":
+                order = os.path.join(work, "order.json")
+                program = os.path.join(work, "install.py")
+                write_atomically(program, conda_env.RATTLER_PROGRAM)
+                write_atomically(
+                    order,
+                    json.dumps({"packages": paths, "prefix": self.path, "cache": os.path.join(work, "cache")}),
+                )
+                command = [self.rattler(uv, environment, folder), "-I", program, order]
+            else:
+                listing = os.path.join(work, "explicit.txt")
+                write_atomically(listing, conda_env.explicit_text(packages, names))
+                command = [self.miniforge(folder), "create", "--yes", "--quiet", "--offline", "--copy"]
+                command += ["--no-default-packages", "--prefix", self.path, "--file", listing]
+            self.run(
+                command,
+                {
+                    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+                    "HOME": work,  # no settings or caches of the user's
+                    "LC_ALL": "C.UTF-8",
+                    "CONDARC": os.path.join(work, "condarc"),
+                    "CONDA_PKGS_DIRS": os.path.join(work, "cache"),
+                },
+            )
+            wipe(work)
+        conda_env.settle(self.path, packages)
+        # The library of a virtual environment lies outside of it, compiled. Here it is part of the release.
+        with contextlib.suppress(ReleaseError):  # some files of the standard library are wrong on purpose
+            self.run([self.python, "-I", "-m", "compileall", "-q", "-j0", os.path.join(self.path, "lib")])
+
+    def read_file(self, url):
+        bundle = self.params["ca_bundle"] or None
+        return open_url(self.with_credentials(url), timeout=120, ca_path=bundle, http_agent="ironrack")
+
+    def rattler(self, uv, environment, folder):
+        """Python of a tool environment with the pinned py-rattler."""
+        params = self.params
+        tool = os.path.join(folder, f"rattler-{params['rattler_version']}-{params['rattler_sha256'][:12]}")
+        python = os.path.join(tool, "bin", "python")
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            subprocess.run([python, "-I", "-c", "import rattler"], capture_output=True, check=True)
+            return python
+        have = platform.python_version_tuple()[:2]
+        if tuple(map(int, have)) < (3, 10):
+            raise ReleaseError(
+                f"py-rattler needs Python 3.10 or newer, {sys.executable} on {socket.gethostname()} is "
+                f"{'.'.join(have)}. Choose another python_env_builder, or python_env_conda_client: miniforge."
+            )
+        wipe(tool)
+        self.run([uv, "venv", "--python", sys.executable, tool], environment, self.explain_uv)
+        requirement = os.path.join(tool, "requirement.txt")
+        write_atomically(
+            requirement, f"py-rattler=={params['rattler_version']} --hash=sha256:{params['rattler_sha256']}\n"
+        )
+        install = [uv, "pip", "install", "--python", python, "--no-deps", "--no-build", "--require-hashes"]
+        self.run([*install, *self.index_flags(), "--requirements", requirement], environment, self.explain_uv)
+        return python
+
+    def miniforge(self, folder):
+        """The conda command of the pinned Miniforge."""
+        params = self.params
+        digest = params["miniforge_sha256"]
+        home = os.path.join(folder, f"miniforge-{digest[:12]}")
+        command = os.path.join(home, "bin", "conda")
+        finished = os.path.join(home, ".ironrack-complete")
+        if os.path.exists(finished) and os.path.exists(command):
+            return command
+        installer = os.path.join(folder, "miniforge.sh")
+        conda_env.fetch_file(
+            params["miniforge_url"],
+            installer,
+            digest,
+            opener=self.read_file,
+            log=self.log,
+            what="the installer of Miniforge",
+            remedy="Check python_env_miniforge_url, python_env_miniforge_sha256 and python_env_http_proxy.",
+        )
+        wipe(home)
+        self.run(["bash", installer, "-b", "-p", home], {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": folder})
+        write_atomically(finished, "")
+        os.unlink(installer)
+        return command
 
     def prove(self):
         """Import what will run, as an unprivileged user, and compare the versions with the lock."""
@@ -780,7 +941,7 @@ class Release:
             )
 
     def pack(self):
-        """Write the archive, hashed on its way to the disk."""
+        """Write the archive, hashed on its way to the disk; returns its digests."""
         marker = self.marker()
         require_space(
             [(self.archives, marker["bytes"] // 2, "the archive")],
@@ -799,7 +960,8 @@ class Release:
             "--group=0",
             self.id,
         ]
-        digest, size = hashlib.sha256(), 0
+        # Smaller than half of what goes in, as far as is known here.
+        digests = fanout.Digests(fanout.piece_size(marker["bytes"] // 2))
         with open(partial, "wb") as stream:
             writer = subprocess.Popen(tar, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=self.lock_handles)
             packer = subprocess.Popen(
@@ -811,8 +973,7 @@ class Release:
             )
             writer.stdout.close()
             for block in iter(lambda: packer.stdout.read(CHUNK), b""):
-                digest.update(block)
-                size += len(block)
+                digests.update(block)
                 stream.write(block)
             stream.flush()
             os.fsync(stream.fileno())
@@ -821,11 +982,10 @@ class Release:
                 raise ReleaseError(f"packing {self.path} failed: {errors.strip()[-500:]}")
         os.chmod(partial, 0o644)
         os.replace(partial, self.archive_path)
-        write_atomically(
-            f"{self.archive_path}.sha256", f"{digest.hexdigest()}  {os.path.basename(self.archive_path)}\n"
-        )
-        self.done(f"packed {self.archive_path}: {size / GIB:.2f} GiB, in {time.monotonic() - started:.0f} s")
-        return digest.hexdigest()
+        entry = digests.entry(os.path.basename(self.archive_path))
+        write_atomically(f"{self.archive_path}.sha256", f"{entry['sha256']}  {entry['name']}\n")
+        self.done(f"packed {self.archive_path}: {entry['size'] / GIB:.2f} GiB, in {time.monotonic() - started:.0f} s")
+        return entry
 
     def unpack(self, size):
         """Unpack beside the final place, then rename: the release appears complete or not at all."""
@@ -856,75 +1016,65 @@ class Release:
             return {}
         self.prepare_folders()
         with self.locked(os.path.join(self.root, f".{self.id}.lock")), self.locked(self.archive_path + ".lock"):
-            sha256 = None
-            if self.marker() is None:
-                sha256 = self.archive_sha256()
-                if sha256:
+            entry = None
+            whole = self.marker() is None
+            if whole:
+                entry = self.archive_entry()
+                if entry:
                     self.unpack(4 * os.path.getsize(self.archive_path))
                 else:
                     try:
                         self.build()
-                    except (ReleaseError, OSError):
+                    except (ReleaseError, conda_env.CondaError, OSError):
                         wipe(self.path)  # what cannot be finished must not fill the disk either
                         raise
             if self.params["pack"]:
-                sha256 = sha256 or self.archive_sha256() or self.pack()
+                entry = entry or self.archive_entry()
+                if not entry:
+                    self.require_whole(known=whole)
+                    entry = self.pack()
         if not self.params["pack"]:
             return {}
         marker = self.marker()
         archive = {
             "path": self.archive_path,
-            "sha256": sha256,
-            "size": os.path.getsize(self.archive_path),
+            "file": entry,
+            "sha256": entry["sha256"],
+            "manifest_sha256": marker["manifest_sha256"],
+            "size": entry["size"],
             "unpacked_bytes": marker["bytes"],
         }
         os.utime(self.archive_path)  # its age, for the removal of old archives, counts from the last use
         if self.params["serve"]:
-            archive["url"] = self.serve(self.params["serve"])
+            archive["url"] = self.serve()
         return {"archive": archive}
 
-    def serve(self, options):
-        """Start the server as a transient unit: it needs no file that a killed run could leave behind."""
-        host = f"[{options['address']}]" if ":" in options["address"] else options["address"]
-        subprocess.run(["systemctl", "stop", SERVER_UNIT], capture_output=True, check=False)
-        properties = [
-            f"RuntimeMaxSec={options['lifetime']}",
-            "DynamicUser=yes",
-            "ProtectSystem=strict",
-            "ProtectHome=yes",
-            "PrivateDevices=yes",
-            "NoNewPrivileges=yes",
-            "CapabilityBoundingSet=",
-            "RestrictAddressFamilies=AF_INET AF_INET6",
-            "SystemCallFilter=@system-service",
-            "TasksMax=256",
-        ]
-        self.run(
-            ["systemd-run", "--quiet", "--collect", f"--unit={SERVER_UNIT}"]
-            + [f"--property={item}" for item in properties]
-            + ["/usr/bin/python3", "-I", options["script"]]
-            + [f"--address={options['address']}", f"--port={options['port']}", self.archive_path]
-        )
-        for _attempt in range(100):
-            try:
-                socket.create_connection((options["address"], options["port"]), timeout=2).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        else:
-            journal = subprocess.run(
-                ["journalctl", "--no-pager", "--lines=10", f"--unit={SERVER_UNIT}"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+    def require_whole(self, known):
+        """A damaged release must not be handed on. What this run has just made needs no second look."""
+        findings = release_tree.Findings() if known else release_tree.examine(self.path, full=True)
+        if findings:
             raise ReleaseError(
-                f"the archive server does not listen on {host}:{options['port']} (python_env_serve_port): the port is "
-                f"taken, or {options['address']} is no address of {socket.gethostname()} (cluster_address).\n"
-                f"{journal.stdout}"
+                f"{self.path} on {socket.gethostname()} is no longer as it was built and its archive is gone: "
+                f"{'; '.join(findings.lines()[:5])}. Name a node with a whole copy in python_env_builder "
+                "(`ironrack-release verify` tells), or return to another release with playbooks/rollback.yml."
             )
-        self.log(f"serving {self.archive_path} on {host}:{options['port']}")
-        return f"http://{host}:{options['port']}/{os.path.basename(self.archive_path)}"
+
+    def serve(self):
+        """Offer the archive to the other nodes, also while it arrives here."""
+        options = self.params["serve"]
+        try:
+            url = fanout.serve(
+                SERVER_UNIT,
+                self.archives,
+                [os.path.basename(self.archive_path)],
+                options["address"],
+                options["port"],
+                lifetime=options["lifetime"],
+            )
+        except fanout.FanoutError as error:
+            raise ReleaseError(f"{error} The port is python_env_serve_port.") from None
+        self.log(f"serving {self.archive_path} at {url}")
+        return url
 
     # -- fetched
 
@@ -940,39 +1090,170 @@ class Release:
                 f"{self.path} is not complete and the builder offered no archive; run without --skip-tags"
             )
         self.prepare_folders()
-        self.interpreter_version()
+        if not self.conda:
+            self.interpreter_version()
         with self.locked(os.path.join(self.root, f".{self.id}.lock")):
             if self.marker() is not None:
                 return {}  # the run that held the lock has done it
-            ours = False
             with self.locked(self.archive_path + ".lock"):
-                if not (os.path.exists(self.archive_path) and file_sha256(self.archive_path) == source["sha256"]):
-                    require_space(
-                        [(self.archives, int(source["size"]), "the archive")],
-                        "Make room, or move python_env_cache_dir.",
-                    )
-                    started = time.monotonic()
-                    download(source["url"], self.archive_path, source["sha256"], int(source["size"]), self.log)
-                    seconds = time.monotonic() - started
-                    self.done(f"fetched {int(source['size']) / GIB:.2f} GiB in {seconds:.0f} s")
-                    ours = True
+                self.fetch_archive()
             self.unpack(int(source["unpacked_bytes"]))
-            if ours:
-                os.unlink(self.archive_path)  # only the builder keeps it
         return {}
 
-    # -- current
+    def fetch_archive(self):
+        """The archive stays until all nodes have it, for those behind this one; `current` removes it."""
+        source, chain = self.params["source"], self.params["chain"]
+        entry = source["file"]
+        partial = f"{self.archive_path}.part"
+        have = os.path.getsize(partial) if os.path.exists(partial) else 0
+        if not os.path.exists(self.archive_path):
+            require_space(
+                [(self.archives, max(int(entry["size"]) - have, 0), "the archive")],
+                "Make room, or move python_env_cache_dir.",
+            )
+        if chain.get("serve") and self.params["serve"]:
+            try:
+                self.serve()
+            except ReleaseError as error:
+                self.module.warn(f"the nodes behind {socket.gethostname()} fetch from others: {error}")
+        try:
+            result = fanout.fetch(
+                [entry],
+                chain.get("sources") or [url for url in [source.get("url")] if url],
+                self.archives,
+                self.log,
+                lambda state: self.log(fanout.progress_text(state)),
+                starve=float(chain.get("starve", 30)),
+            )
+        except (fanout.FanoutError, OSError) as error:
+            fanout.stop(SERVER_UNIT)  # those behind it go on to others at once
+            if isinstance(error, OSError):
+                raise
+            raise ReleaseError(
+                f"{error}. Check that {socket.gethostname()} reaches these nodes and that no firewall closes "
+                f"python_env_serve_port; or put the archive, with its .sha256 file, into {self.archives} on this node, "
+                "and run again."
+            ) from None
+        for text in result["wrong"]:
+            self.module.warn(f"{text}; it was fetched from another node. Check the memory and disks of the sender.")
+        if result["bytes"]:
+            self.done(
+                f"fetched {result['bytes'] / GIB:.2f} GiB in {result['seconds']:.0f} s "
+                f"from {', '.join(result['by_source'])}"
+            )
 
-    def in_use(self):
-        """Releases that a running process has files of open or mapped, or was started from."""
-        pattern = re.compile(re.escape(self.root.encode()) + rb"/([0-9a-f]{16})")
-        used = set()
-        for process in os.listdir("/proc"):
-            if process.isdigit():
-                for name in ("cmdline", "environ", "maps"):
-                    with contextlib.suppress(OSError), open(f"/proc/{process}/{name}", "rb") as stream:
-                        used.update(match.decode() for match in pattern.findall(stream.read()))
-        return used
+    def forget_archive(self):
+        """All nodes have the release now. Where the archive was packed or put by hand it stays, with its .sha256."""
+        if not os.path.exists(self.archive_path):
+            return
+        with self.locked(self.archive_path + ".lock"):
+            if os.path.exists(self.archive_path) and not os.path.exists(f"{self.archive_path}.sha256"):
+                fanout.stop(SERVER_UNIT)
+                os.unlink(self.archive_path)
+
+    # -- repaired
+
+    def repaired(self):
+        if self.module.check_mode:
+            findings, _entries = self.examine()
+            for line in findings.lines()[:NAMED_FILES]:
+                self.done(f"would repair: {line}")
+            return {"restart": []}
+        self.prepare_folders()
+        with self.locked(os.path.join(self.root, f".{self.id}.lock")):
+            findings, entries = self.examine()
+            side = os.path.join(self.root, f".{self.id}.part")
+            began = release_tree.since(self.path, findings)
+            try:
+                findings = self.mend(side, findings, entries)
+            finally:
+                wipe(side)
+            sync_file_system(self.path)
+            left = release_tree.examine(self.path)
+            if left:
+                raise ReleaseError(f"{self.path} could not be repaired: {'; '.join(left.lines()[:5])}")
+            for line in findings.lines()[:NAMED_FILES]:
+                self.done(f"repaired: {line}")
+            if len(findings.paths()) > NAMED_FILES:
+                self.done(f"repaired: {len(findings.paths())} files in all")
+            return {"restart": self.mark_for_restart(began)}
+
+    def mend(self, side, findings, entries):
+        """Put right what was found, and return what that was. Only what differs is written."""
+        wipe(side)
+        needed = release_tree.restorable(self.path, entries, findings) if entries is not None else []
+        if not (needed or entries is None or self.is_another_build()):
+            release_tree.restore(self.path, entries, findings, [], side)
+            return findings
+        with self.archive_at_hand():
+            findings, entries, needed = self.bring(side, findings, entries, needed)
+            root = os.path.join(side, self.id)
+            release_tree.restore(self.path, entries, findings, needed, root)
+            for name in (MANIFEST, MARKER):  # in this order: a killed run must not look complete
+                os.replace(os.path.join(root, name), os.path.join(self.path, name))
+        return findings
+
+    def is_another_build(self):
+        return (self.params["source"] or {}).get("manifest_sha256") not in (None, self.marker()["manifest_sha256"])
+
+    @contextlib.contextmanager
+    def archive_at_hand(self):
+        """The archive, from this node's cache or from the node that offers it."""
+        if not (self.params["source"] or {}).get("file"):
+            raise ReleaseError(
+                f"{self.path} is damaged and no other node offered a whole copy. Return to another release with "
+                f"playbooks/rollback.yml; or stop what uses it, remove {self.path} and run again: it is built anew."
+            )
+        with self.locked(self.archive_path + ".lock"):
+            self.fetch_archive()
+            yield
+        self.forget_archive()
+
+    def bring(self, side, findings, entries, needed):
+        """Take the content out of the archive. One of another build of the release replaces all that differs."""
+        self.extract(side, [MANIFEST, MARKER])
+        root = os.path.join(side, self.id)
+        theirs = self.marker(root)
+        if theirs is None:
+            raise ReleaseError(f"{self.archive_path} does not hold the release {self.id}; remove it and run again")
+        if entries is None or theirs["manifest_sha256"] != self.marker()["manifest_sha256"]:
+            entries = release_tree.read_manifest(root, theirs["manifest_sha256"])
+            findings = release_tree.inspect(self.path, entries, full=True)
+            needed = release_tree.restorable(self.path, entries, findings)
+            if self.marker() is None:
+                findings.missing.append(MARKER)
+        size = sum(entries[path].size for path in needed)
+        require_space([(self.root, size + ROOM_TO_SPARE // 16, "the repair")], "Make room there and run again.")
+        if needed:
+            self.extract(side, needed)
+        return findings, entries, needed
+
+    def extract(self, folder, paths):
+        os.makedirs(folder, mode=0o755, exist_ok=True)
+        names = os.path.join(folder, "names")
+        with open(names, "wb") as stream:
+            stream.write(b"".join(os.fsencode(f"{self.id}/{path}") + b"\0" for path in paths))
+        self.run(
+            [
+                *["tar", "--extract", "--file", self.archive_path, "--use-compress-program=zstd"],
+                *["--directory", folder, "--no-same-owner", "--preserve-permissions", "--no-recursion"],
+                *["--null", "--verbatim-files-from", f"--files-from={names}"],
+            ]
+        )
+
+    def mark_for_restart(self, began):
+        """Units that started while the release was different may run what is no longer there.
+
+        The others go on as they are. The roles restart a unit that is older than the link, so the link is made anew.
+        """
+        units = release_tree.users(self.params["prefix"]).get(self.id, {})
+        late = sorted(unit for unit, start in units.items() if start >= began - CLOCK_SLACK)
+        if late and self.is_current():
+            release_tree.replace_link(self.link, os.path.join("releases", self.id))
+            self.log(f"to be restarted: {', '.join(late)}")
+        return late
+
+    # -- current
 
     def collect_garbage(self):
         def newest_first(folder, pattern):
@@ -991,7 +1272,9 @@ class Release:
         keep = max(self.params["keep"], 1)
         releases = [identity for identity in newest_first(self.root, r"([0-9a-f]{16})") if identity != self.id]
         if len(releases) >= keep:
-            used = self.in_use() | {os.path.basename(self.linked())}
+            prefix = self.params["prefix"]
+            # Whatever runs, and what a rollback would return to.
+            used = {*release_tree.users(prefix), release_tree.linked(prefix), release_tree.linked(prefix, "previous")}
             for identity in releases[keep - 1 :]:
                 if identity not in used:
                     with self.locked(os.path.join(self.root, f".{identity}.lock")):
@@ -1022,14 +1305,11 @@ class Release:
             return {"diff": diff}
         if self.marker() is None:
             raise ReleaseError(f"{self.path} is not complete; {self.link} stays at {previous or 'nothing'}")
+        self.forget_archive()
         marker = self.marker()
         if (marker["built_on"], marker["python"]) != (socket.gethostname(), self.interpreter_version()):
             self.prove()  # where it was built it was proven before it was finished
-        partial = f"{self.link}.part"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-        os.symlink(os.path.join("releases", self.id), partial)
-        os.replace(partial, self.link)
+        release_tree.switch(self.params["prefix"], self.id)
         self.done(f"switched {self.link} from {previous or 'nothing'} to releases/{self.id}")
         self.collect_garbage()
         return {"diff": diff}
@@ -1042,11 +1322,26 @@ def missing_commands():
 def main():
     module = AnsibleModule(
         argument_spec={
-            "state": {"type": "str", "required": True, "choices": ["inspected", "built", "fetched", "current"]},
+            "state": {
+                "type": "str",
+                "required": True,
+                "choices": ["inspected", "built", "fetched", "repaired", "current"],
+            },
             "variant": {"type": "str", "required": True, "choices": ["cu130", "cu129", "cpu"]},
             "vllm_version": {"type": "str", "required": True},
             "python": {"type": "str", "required": True},
             "interpreter": {"type": "str", "default": ""},
+            "method": {"type": "str", "choices": ["conda", "venv"], "default": "venv"},
+            "conda_lock": {"type": "str", "default": ""},
+            "conda_client": {"type": "str", "choices": ["rattler", "miniforge"], "default": "rattler"},
+            "conda_mirror": {"type": "str", "default": ""},
+            "rattler_version": {"type": "str", "default": "0.28.0"},
+            "rattler_sha256": {
+                "type": "str",
+                "default": "4f4ab1d34d5394e7ce130a86e59009c95ace4f5757d9c3af04de1351bcea47eb",
+            },
+            "miniforge_url": {"type": "str", "default": ""},
+            "miniforge_sha256": {"type": "str", "default": ""},
             "lock": {"type": "str", "required": True},
             "wheels": {"type": "list", "elements": "str", "default": []},
             "prefix": {"type": "path", "default": "/opt/ironrack"},
@@ -1063,13 +1358,14 @@ def main():
             "serve": {
                 "type": "dict",
                 "options": {
-                    "script": {"type": "path", "required": True},
                     "address": {"type": "str", "required": True},
                     "port": {"type": "int", "required": True},
                     "lifetime": {"type": "int", "default": 3600},
                 },
             },
+            "verify": {"type": "str", "choices": ["quick", "full"], "default": "quick"},
             "source": {"type": "dict", "default": {}},
+            "chain": {"type": "dict", "default": {}},
             "keep": {"type": "int", "default": 3},
             # Set by the action plugin of the same name, which runs on the controller.
             "_plan": {"type": "dict", "required": True},
@@ -1082,6 +1378,7 @@ def main():
         release_id=plan["release_id"],
         versions=plan["versions"],
         interpreter=plan["interpreter"],
+        conda=plan.get("conda") or {},
         lock_name=plan["lock_name"],
         download_bytes=int(plan["download_bytes"]),
         lock_file=plan.get("lock_file", ""),
@@ -1094,14 +1391,16 @@ def main():
     result = {}
     try:
         if module.params["state"] == "inspected":
-            result["missing_commands"] = missing_commands()
+            result = release.inspected()
         elif module.params["state"] == "built":
             result = release.built()
         elif module.params["state"] == "fetched":
             result = release.fetched()
+        elif module.params["state"] == "repaired":
+            result = release.repaired()
         else:
             result = release.make_current()
-    except ReleaseError as error:
+    except (ReleaseError, conda_env.CondaError, release_tree.TreeError) as error:
         module.fail_json(msg=str(error), release_id=release.id, actions=release.actions, log=module.params["log_path"])
     except OSError as error:
         if error.errno != errno.ENOSPC:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import importlib.util
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -226,6 +228,44 @@ def test_a_door_opens_at_an_address_of_either_family(address: str) -> None:
     listener = doors.listen((address, 0))
     with listener:
         assert listener.getsockname()[0] == address
+
+
+def test_the_proxy_hands_out_the_labs_conda_channel_and_nothing_beside_it(tmp_path: Path) -> None:
+    channel = tmp_path / "node" / "channel"
+    (channel / "lab" / "linux-64").mkdir(parents=True)
+    (channel / "lab" / "linux-64" / "python-3-0.tar.bz2").write_bytes(b"package")
+    (tmp_path / "node" / "secret").write_text("")
+    with doors.listen(("127.0.0.1", 0)) as listener:
+        proxy = doors.Proxy(listener, frozenset(), tmp_path, channel)
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+
+        def ask(path: str) -> tuple[int, bytes]:
+            connection = http.client.HTTPConnection(*listener.getsockname(), timeout=10)
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+        assert ask("/conda/lab/linux-64/python-3-0.tar.bz2") == (200, b"package")
+        for path in ("/conda/lab/linux-64/other", "/conda/lab", "/conda/../secret", "/conda//etc/passwd"):
+            assert ask(path) == (404, b""), path
+        assert ask("/elsewhere")[0] == 403
+        proxy.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("gateway", "isolation", "mirror"),
+    [
+        ("10.1.1.1", "closed", "http://10.1.1.1:3142/conda"),
+        ("fd00:1::1", "closed", "http://[fd00:1::1]:3142/conda"),
+        ("10.1.1.1", "none", "file:///var/cache/ironrack/channel"),
+    ],
+)
+def test_nodes_are_told_where_the_conda_channel_is(tmp_path: Path, gateway: str, isolation: str, mirror: str) -> None:
+    declared = settings(isolation=isolation, cache=str(tmp_path / "cache"))
+    declared["networks"][0]["gateway"] = gateway
+    (tmp_path / "id_ed25519.pub").write_text("ssh-ed25519 AAAA")
+    assert tool.command_prepare(tmp_path, declared) == 0
+    assert json.loads((tmp_path / "lab.json").read_text())["runtime"]["conda_mirror"] == mirror
 
 
 def test_fault_sides_are_checked(tmp_path: Path) -> None:

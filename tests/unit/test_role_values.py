@@ -176,8 +176,20 @@ def test_the_search_for_unconverted_values_finds_some() -> None:
 
 # The lab's variables are those of the machine that it runs on.
 RENDERED = [role for role in ROLES if role != "lab"]
-# Reads the facts that all hosts of a run have gathered.
-OF_A_RUN = {"__preflight_facts"}
+# Reads what all hosts of a run have gathered or answered.
+OF_A_RUN = {
+    "__model_store_looked",
+    "__model_store_now",
+    "__model_store_work",
+    "__preflight_facts",
+    "__preflight_rdma_here",
+    "__python_env_answers",
+    "__python_env_damaged",
+    "__python_env_problems",
+    "__python_env_repairer",
+    "__python_env_whole",
+    "__rollback_plan",
+}
 
 
 def given_to(role: str) -> list[dict[str, Any]]:
@@ -318,6 +330,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("python_env_interpreter", "python3", "absolute path"),
     ("python_env_cache_dir", "/", "absolute path"),
     ("python_env_uv_sha256", "0" * 63, "64 lower case"),
+    ("python_env_conda_mirror", "/srv/mirror/conda", "file:///folder"),
+    ("python_env_conda_mirror", "https://", "file:///folder"),
+    ("python_env_rattler_sha256", "0" * 65, "64 lower case"),
+    ("python_env_miniforge_sha256", "A" * 64, "64 lower case"),
     ("python_env_keep_releases", 0, "1 or more"),
     ("ray_port", 0, "1 or more"),
     ("ray_metrics_export_port", "999999", "65535 or less"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..hosts import nics
 from ..hosts.fabric import LINK_LAYERS
 from ..network import fabrics
 from ..nvidia import gpu_fabric
@@ -22,7 +23,7 @@ from ..planner.plan import natural_key, plan
 from ..planner.report import render_report
 from ..planner.serve_args import serve_args, versions
 from .contract import CONTRACT, SITE
-from .model_files import ConfigFile, check_model, draft_place, model_path
+from .model_files import ConfigFile, check_model, check_trust, draft_place, fetched_model, model_path
 from .validate import Problem, check_host_names, not_set, show
 
 # Variables of the role ray that the plan reads, with their defaults there: ports that Ray listens on.
@@ -49,6 +50,10 @@ class Facts:
     """What cached facts of a host say, as far as the plan may use it."""
 
     addresses: dict[str, str] = field(default_factory=dict)
+    # Of each address.
+    prefixes: dict[str, int] = field(default_factory=dict)
+    # Of the inventory: whom Ansible logs in as, where it does so by SSH.
+    login: str = ""
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -195,7 +200,9 @@ class Builder:
             if not isinstance(spec, Mapping) or nodes is None or not isinstance(spec.get("model"), Mapping):
                 continue
             problems = check_model(f"{variable}.model", spec["model"])
-            self.problems += problems
+            trust, warnings = check_trust(variable, spec)
+            self.problems += problems + trust
+            self.warnings += warnings
             engine = Engine(name, spec, nodes)
             if not problems:
                 config, problems = self.load_config(f"{variable}.model", spec["model"])
@@ -453,10 +460,33 @@ class Builder:
                 )
             )
         self._check_families(found)
+        self._check_hosts_part(found)
         if not self.require_addresses:
             # Only to be looked at: a deployment asks for the addresses.
             found.update({host: host for host in reasons if found.get(host) is None})
         return found
+
+    def _check_hosts_part(self, addresses: Mapping[str, str | None]) -> None:
+        """Addresses that stand for a network, or for all in it, by what is known of the nodes' interfaces."""
+        own = {
+            host: ipaddress.ip_interface(f"{address}/{self.facts[host].prefixes[address]}").network
+            for host, address in addresses.items()
+            if address and address in self.facts.get(host, Facts()).prefixes
+        }
+        for host, address in addresses.items():
+            # Where a host has no such address, the others of its network tell.
+            others = [network for network in set(own.values()) if address and ipaddress.ip_address(address) in network]
+            network = own.get(host) or max(others, key=lambda each: each.prefixlen, default=None)
+            if address and network and (kind := nics.reserved(address, network.prefixlen)):
+                self.problems.append(
+                    Problem(
+                        host,
+                        "cluster_address",
+                        address,
+                        f"is {kind} of {network}, which no host can have",
+                        "give the IP address of the node's interface on the cluster network",
+                    )
+                )
 
     def _check_families(self, addresses: Mapping[str, str | None]) -> None:
         first: tuple[str, str] | None = None
@@ -516,7 +546,9 @@ class Builder:
         # Late: the ports of the firewall's matrix are those of Ray, above.
         from ..network import offline  # noqa: PLC0415
 
-        self.problems += offline.problems(self.values, addresses, self.groups if self.require_addresses else {})
+        logins = {host: view.login for host, view in self.facts.items() if view.login}
+        groups = self.groups if self.require_addresses else {}
+        self.problems += offline.problems(self.values, addresses, groups, logins)
 
     # Ports
 
@@ -657,6 +689,9 @@ class Builder:
             for replica in engine.replicas:
                 for host in replica.nodes if len(replica.nodes) > 1 else ():
                     reasons[host] = f"the instance {engine.name} spans {len(replica.nodes)} nodes"
+            if fetched_model(engine.spec["model"]) and len(engine.used) > 1:
+                for host in engine.used:
+                    reasons.setdefault(host, f"the model of the instance {engine.name} goes from node to node")
         for host in [head, *workers] if head else ():
             reasons.setdefault(str(host), "the node is part of the Ray cluster")
         addresses = self.addresses(reasons, nodes)
@@ -807,6 +842,8 @@ class Builder:
             "url": first["url"],
             "port": engine.port,
             "model_path": path,
+            # What the nodes fetch to that path; nothing where the user brings it.
+            "model": fetched_model(spec["model"]),
             "context_length": engine.plan["max_model_len"],
             "tensor_parallel_size": engine.plan["tensor_parallel_size"],
             "pipeline_parallel_size": engine.plan["pipeline_parallel_size"],
@@ -918,6 +955,8 @@ def facts_view(host_facts: Any, inventory: str = "") -> Facts:
             address = _canonical(entry.get("address"))
             if address:
                 view.addresses.setdefault(str(nic["name"]), address)
+                if isinstance(entry.get("prefix"), int):
+                    view.prefixes[address] = entry["prefix"]
     gpus = host_facts.get("gpus")
     for gpu in gpus if isinstance(gpus, list) else ():
         if isinstance(gpu, Mapping) and gpu.get("name") and isinstance(gpu.get("memory_total_mib"), int):

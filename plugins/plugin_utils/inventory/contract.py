@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..runtime import mirror
+
 Spec = dict[str, Any]
 
 _GPU: Spec = {
@@ -36,7 +38,7 @@ _INSTANCE: Spec = {
     "model": {
         "type": "dict",
         "required": True,
-        "description": "What is served: C(path), or C(repo) with C(revision).",
+        "description": "What is served: C(path), which you bring, or C(repo) with C(revision), which is fetched.",
         "options": {
             "path": {
                 "type": "str",
@@ -44,7 +46,7 @@ _INSTANCE: Spec = {
             },
             "repo": {
                 "type": "str",
-                "description": "Repository on the hub, C(org/name). Names the folder when C(path) is left out.",
+                "description": "Repository on the hub, C(org/name). Fetched when C(path) is left out (docs/models.md).",
             },
             "revision": {"type": "str", "description": "Commit of the repository; pin it."},
             "config": {
@@ -188,7 +190,14 @@ CONTRACT: dict[str, Spec] = {
     "ironrack_mirror": {
         "type": "str",
         "scope": "cluster",
-        "description": "Base URL of the site's mirror of packages and models.",
+        "pattern": mirror.PATTERN,
+        "problem": mirror.PROBLEM,
+        "remedy": mirror.REMEDY,
+        "description": (
+            "Mirror that every node fetches from, and from nothing else: an absolute path on the nodes, or the address "
+            "of a server of such a folder. C(make artifacts DOWNLOAD=<folder>) makes it; docs/airgapped.md tells how. "
+            "Empty, everything comes from its home, or from where each role's own variables say."
+        ),
     },
     "python_env_variant": {
         "type": "str",

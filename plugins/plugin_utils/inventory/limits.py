@@ -25,6 +25,11 @@ from .contract import Spec
 # Longer than anybody waits, and short enough for every clock and timer.
 _YEAR = 365 * 86400
 _SECONDS: Spec = {"minimum": 1, "maximum": _YEAR}
+_SHA256 = {
+    "pattern": r"[0-9a-f]{64}",
+    "problem": "is not a SHA-256",
+    "remedy": "give 64 lower case hexadecimal digits",
+}
 _PORT: Spec = {"minimum": 1, "maximum": 65535}
 _COUNT: Spec = {"minimum": 1}
 _NOT_NEGATIVE: Spec = {"minimum": 0}
@@ -162,14 +167,9 @@ LIMITS: dict[str, Spec] = {
     },
     "python_env_serve_lifetime": _SECONDS,
     "python_env_serve_port": _PORT,
-    **dict.fromkeys(
-        ("python_env_miniforge_sha256", "python_env_rattler_sha256", "python_env_uv_sha256"),
-        {
-            "pattern": r"[0-9a-f]{64}",
-            "problem": "is not a SHA-256",
-            "remedy": "give 64 lower case hexadecimal digits",
-        },
-    ),
+    "python_env_miniforge_sha256": _SHA256,
+    "python_env_rattler_sha256": _SHA256,
+    "python_env_uv_sha256": _SHA256,
     **dict.fromkeys(
         (
             "ray_port",

@@ -15,6 +15,7 @@ from .validate import Problem, not_set, show
 MODELS_DIR = "models"
 _REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 _REVISION = re.compile(r"^[A-Za-z0-9][\w.-]*$")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class ConfigFile(dict[str, Any]):
@@ -65,6 +66,55 @@ def check_model(variable: str, model: Mapping[str, Any]) -> list[Problem]:
     if revision and not _REVISION.match(str(revision)):
         problems.append(Problem("", f"{variable}.revision", show(revision), "is not a revision", "give a commit"))
     return problems
+
+
+def fetched_model(model: Mapping[str, Any]) -> dict[str, str] | None:
+    """What the nodes fetch, or None where the user brings the folder."""
+    if model.get("path") or not model.get("repo"):
+        return None
+    return {"repo": str(model["repo"]), "revision": str(model.get("revision") or "main")}
+
+
+def trusts_remote_code(spec: Mapping[str, Any]) -> bool:
+    """Whether the engine may run Python that comes with the model."""
+    for name, value in (spec.get("args") or {}).items():
+        if str(name).strip("-").replace("_", "-") == "trust-remote-code":
+            return value is not None and str(value).lower() not in ("false", "no", "off", "0")
+    return False
+
+
+def check_trust(variable: str, spec: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """Problems and warnings of an instance that runs its model's own code: it must be code that somebody has read."""
+    model = spec["model"]
+    if not trusts_remote_code(spec):
+        return [], []
+    if fetched_model(model) is None:
+        return [], [
+            f"{variable}: args.trust-remote-code runs the Python in {model.get('path')} on every node; whoever may "
+            "write there may run code as the engine's user"
+        ]
+    revision = model.get("revision")
+    if _COMMIT.fullmatch(str(revision or "")):
+        return [], [
+            f"{variable}: args.trust-remote-code runs the Python of {model['repo']} at {revision} on every node; read "
+            "it before you change the revision"
+        ]
+    return [
+        not_set(
+            "",
+            f"{variable}.model.revision",
+            "args.trust-remote-code is on, and the revision is not pinned: the publisher could run code on the nodes",
+            "set it to the commit whose code you have read",
+        )
+        if not revision
+        else Problem(
+            "",
+            f"{variable}.model.revision",
+            show(revision),
+            "is not a commit, and args.trust-remote-code is on: whoever moves that name could run code on the nodes",
+            "set it to the commit (40 hexadecimal digits) whose code you have read",
+        )
+    ], []
 
 
 def draft_place(spec: Mapping[str, Any]) -> dict[str, str] | None:

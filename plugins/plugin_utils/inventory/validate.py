@@ -196,6 +196,7 @@ def validate(
     problems += _duplicate_addresses(values)
     problems += _without_lock(values, names or {})
     problems += _without_keys(values, names or {})
+    problems += _unknown_builder(values)
     return Checked(list(dict.fromkeys(problems)), values)
 
 
@@ -225,6 +226,20 @@ def _without_keys(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, I
                 "true",
                 "every other key goes, and ssh_authorized_keys lists none: nobody could log in",
                 "list the keys that may log in, or leave it out",
+            )
+
+
+def _unknown_builder(values: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """A node that is to fetch the models, and is none."""
+    for host, variables in values.items():
+        builder = variables.get("model_store_builder")
+        if builder and builder not in values:
+            yield Problem(
+                host,
+                "model_store_builder",
+                show(builder),
+                "is no host of the inventory",
+                _suggest(builder, values) or "name a node that gets the runtime, or leave it out",
             )
 
 

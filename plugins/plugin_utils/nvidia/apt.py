@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..runtime.mirror import below
 from . import matrix
 from .notes import Chosen, Notes, mapping
+from .request import MIRROR
 from .versions import branch_of, upstream
 
 KEYRINGS = "/etc/apt/keyrings"
@@ -120,7 +122,9 @@ def repositories(chosen: Chosen, notes: Notes) -> list[dict[str, Any]]:
         return _archive(values, distribution, deb)
     if chosen.source == "local":
         return _local(values, deb, notes)
-    base = f"{_uri(str(values['nvidia_driver_mirror']))}/{distribution.repository}/{folder}/"
+    own, site = str(values["nvidia_driver_mirror"]), str(values["ironrack_mirror"])
+    home = below(site, "apt/nvidia", "file:") if site and own == MIRROR else _uri(own)
+    base = f"{home}/{distribution.repository}/{folder}/"
     result = [
         {
             "name": "nvidia-cuda",
@@ -155,15 +159,17 @@ def nvidias_own_sources(chosen: Chosen) -> list[str]:
 
 
 def _archive(values: Mapping[str, Any], distribution: matrix.Distribution, deb: str) -> list[dict[str, Any]]:
-    code = distribution.codename
+    code, site = distribution.codename, str(values["ironrack_mirror"])
+    own = str(values["nvidia_driver_distribution_mirror"])
+    own = own or (below(site, f"apt/{distribution.family}", "file:") if site else "")
     if distribution.family == "debian":
-        mirror = _uri(str(values["nvidia_driver_distribution_mirror"] or "https://deb.debian.org/debian"))
+        mirror = _uri(own or "https://deb.debian.org/debian")
         components = ["contrib", "non-free", "non-free-firmware"]
         places = [("debian-nvidia", mirror, [code, f"{code}-updates"])]
         places.append(("debian-nvidia-security", f"{mirror}-security", [f"{code}-security"]))
     else:
         home = "http://archive.ubuntu.com/ubuntu" if deb == "amd64" else "http://ports.ubuntu.com/ubuntu-ports"
-        mirror = _uri(str(values["nvidia_driver_distribution_mirror"] or home))
+        mirror = _uri(own or home)
         components = ["restricted", "multiverse"]
         places = [("ubuntu-nvidia", mirror, [code, f"{code}-updates", f"{code}-security"])]
     return [

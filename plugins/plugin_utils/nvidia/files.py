@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..runtime import mirror
+
 SOURCES = "/etc/apt/sources.list.d"
 PREFERENCES = "/etc/apt/preferences.d/00-ironrack-nvidia"
 UNATTENDED = "/etc/apt/apt.conf.d/52ironrack-nvidia"
@@ -51,8 +53,11 @@ def render_files(
 ) -> list[dict[str, Any]]:
     """All files, in the order in which they are written; `nvidias_own` are sources that NVIDIA's packages bring."""
     wanted = {repository["name"]: repository for repository in answer["repositories"]}
-    entries = [_file(f"{SOURCES}/ironrack-{name}.sources", source_file(row)) for name, row in wanted.items()]
-    gone = [f"{SOURCES}/ironrack-{name}.sources" for name in REPOSITORIES if name not in wanted]
+    # With a mirror of the site apt reads its folder alone.
+    folder, other = (mirror.SOURCES, SOURCES) if values["ironrack_mirror"] else (SOURCES, mirror.SOURCES)
+    entries = [_file(f"{folder}/ironrack-{name}.sources", source_file(row)) for name, row in wanted.items()]
+    gone = [f"{folder}/ironrack-{name}.sources" for name in REPOSITORIES if name not in wanted]
+    gone += [f"{other}/ironrack-{name}.sources" for name in REPOSITORIES]
     entries += [{"path": path, "state": "absent"} for path in [*gone, *nvidias_own]]
     entries += [
         _file(PREFERENCES, preferences(answer["pins"])),

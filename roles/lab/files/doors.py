@@ -2,7 +2,8 @@
 """The two doors of a closed lab. lab.py starts this in the machine's own mount and network namespaces.
 
 * The proxy listens inside, at every network's gateway address, and fetches from outside: apt by plain http (packages
-  and indexes are cached), anything else by CONNECT, and only from the hosts of an allow-list.
+  and indexes are cached), anything else by CONNECT, and only from the hosts of an allow-list. Asked as a server, it
+  hands out the lab's conda channel below /conda.
 * The gate listens outside, on loopback addresses, and forwards to ports of the nodes.
 
 A socket belongs to the network namespace in which it was made, whatever its process does later: that is all it takes.
@@ -82,12 +83,13 @@ class Proxy(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, listener: socket.socket, hosts: frozenset[str], cache: Path) -> None:
+    def __init__(self, listener: socket.socket, hosts: frozenset[str], cache: Path, channel: Path) -> None:
         super().__init__(listener.getsockname(), ProxyRequest, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.hosts = hosts
         self.cache = cache
+        self.channel = channel
         self.files: dict[Path, threading.Lock] = {}
         self.files_guard = threading.Lock()
 
@@ -113,6 +115,10 @@ class ProxyRequest(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
+        if not url.scheme and url.path.startswith("/conda/"):
+            path = (self.proxy.channel / url.path.removeprefix("/conda/")).resolve()
+            found = path.is_relative_to(self.proxy.channel.resolve()) and path.is_file()
+            return self.send_file(path) if found else self.refuse(404, f"the lab's channel has no {url.path}")
         if url.scheme != "http" or url.hostname not in self.proxy.hosts:
             return self.refuse(403, f"{url.hostname} is not on the lab's list (lab_proxy_hosts)")
         if not (url.path.endswith((".deb", ".udeb")) or "/by-hash/" in url.path):
@@ -255,7 +261,7 @@ def main(orders: dict[str, Any]) -> NoReturn:
         write_atomic(state, orders["bad"].replace("{error}", json.dumps(str(problem.strerror))[1:-1]))
         sys.exit(BAD_ORDERS)
     for listener in inner:
-        proxy = Proxy(listener, frozenset(orders["hosts"]), cache)
+        proxy = Proxy(listener, frozenset(orders["hosts"]), cache, Path(orders["channel"]))
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
     write_atomic(state, orders["good"])
     for descriptor in orders["starting"]:

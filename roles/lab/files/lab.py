@@ -44,6 +44,9 @@ IMAGE = "localhost/ironrack-node"
 PYPI = "https://pypi.org/simple"
 NFT_TABLE = "ironrack_lab"
 DOORS = Path(__file__).resolve().with_name("doors.py")
+CHANNEL = Path(__file__).resolve().with_name("build_channel.py")
+# Where nodes see CACHE/node.
+NODE_CACHE = "/var/cache/ironrack"
 START_TIMEOUT = 30.0
 LOCK_TIMEOUT = 900.0
 
@@ -138,6 +141,11 @@ class Lab(NamedTuple):
     @property
     def storage(self) -> Path:
         return self.cache / "podman" / self.name
+
+    @property
+    def channel(self) -> Path:
+        """The lab's conda channel; nodes see it below NODE_CACHE."""
+        return self.cache / "node" / "channel"
 
     @property
     def digest(self) -> str:
@@ -270,7 +278,8 @@ def gateways_of(network: dict[str, Any]) -> list[str]:
 def door_orders(lab: Lab, outside: int, inside: int, starting: Sequence[int]) -> dict[str, Any]:
     proxy = lab.settings["proxy"]
     gateways = [gateway for network in lab.settings["networks"] for gateway in gateways_of(network)]
-    addresses = ["127.0.0.1", *gateways]
+    # Inside, images are made by it in any case; no node is there.
+    addresses = ["127.0.0.1", *(gateways if not proxy.get("airgapped") else ())]
     return {
         "outside": outside,
         "inside": inside,
@@ -279,6 +288,7 @@ def door_orders(lab: Lab, outside: int, inside: int, starting: Sequence[int]) ->
         "proxy": [[address, proxy["port"]] for address in addresses],
         "hosts": sorted(allowed_hosts(lab)),
         "cache": str(lab.cache / "apt"),
+        "channel": str(lab.channel),
     }
 
 
@@ -820,6 +830,25 @@ def command_images(lab: Lab) -> int:
     return emit(changed=changed, images=found)
 
 
+# --- the conda channel --------------------------------------------------------------------------------------------
+
+
+def command_channel(lab: Lab) -> int:
+    """Let a node pack its Python into the lab's conda channel, and write the explicit lock down beside the key.
+
+    A node of Debian 12 where there is one: the lock of the runtime's CPU build is for its Python.
+    """
+    nodes = sorted(lab.settings["nodes"], key=lambda node: str(node["suite"]) != "bookworm")
+    folder = f"{NODE_CACHE}/{lab.channel.name}"
+    with locked(lab.channel / ".lock"):
+        write_atomic(lab.channel / CHANNEL.name, CHANNEL.read_text())
+        container = lab.container(str(nodes[0]["name"]))
+        command = ("exec", container, "python3", "-I", f"{folder}/{CHANNEL.name}", folder)
+        made = json.loads(run_engine(lab, lab.settings["engine"], *command))
+        changed = write_atomic(lab.directory / "conda.lock", made["text"]) or made["changed"]
+    return emit(changed=changed, lock=str(lab.directory / "conda.lock"))
+
+
 # --- the machine --------------------------------------------------------------------------------------------------
 
 
@@ -879,8 +908,12 @@ def command_prepare(directory: Path, settings: dict[str, Any]) -> int:
         "index_url": indexes[0] if indexes else PYPI,
         "extra_index_urls": indexes[1:],
         "http_proxy": "",
+        "conda_mirror": f"file://{NODE_CACHE}/channel",
     }
     if settings["isolation"] == "closed":
+        gateway = settings["networks"][0]["gateway"]
+        host = f"[{gateway}]" if ":" in gateway else gateway
+        settings["runtime"]["conda_mirror"] = f"http://{host}:{proxy['port']}/conda"
         settings["runtime"]["http_proxy"] = f"http://{settings['networks'][0]['gateway']}:{proxy['port']}"
     key = directory / "id_ed25519"
     changed = False
@@ -1004,6 +1037,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands.add_parser("down", help="end the lab and remove its traces outside the cache")
     commands.add_parser("status", help="print what is running, as JSON")
     commands.add_parser("images", help="make the images that the nodes boot from")
+    commands.add_parser("channel", help="make the conda channel from a node's Python")
     commands.add_parser("prepare", help="write the declaration read from standard input; make folders and a key")
     packages = commands.add_parser("packages", help="install missing packages on this machine")
     packages.add_argument("packages", nargs="+")
@@ -1051,6 +1085,8 @@ def dispatch(options: argparse.Namespace) -> int:
         return command_exec(lab, options.argv, options.outside)
     if command == "images":
         return command_images(lab)
+    if command == "channel":
+        return command_channel(lab)
     if command == "partition":
         return command_partition(lab, options.left, options.right, options.network)
     if command == "heal":

@@ -292,6 +292,30 @@ def test_address_from_cached_facts() -> None:
     assert plan["instances"]["tiny"]["url"] == "http://n2:8000"
 
 
+@pytest.mark.parametrize(
+    ("address", "facts", "words"),
+    [
+        ("10.77.1.0", {"n2": 24}, "is the address of 10.77.1.0/24"),
+        ("10.77.1.255", {"n2": 24}, "is the broadcast address of 10.77.1.0/24"),
+        ("10.77.1.255", {"n2": 16, "n3": 24}, "is the broadcast address of 10.77.1.0/24"),
+        ("10.77.1.255", {"n2": 16}, ""),
+        ("10.77.1.12", {"n2": 24}, ""),
+        ("10.77.1.255", {}, ""),
+    ],
+)
+def test_address_that_no_host_can_have(address: str, facts: dict[str, int], words: str) -> None:
+    """By the prefix lengths of the nodes that have been looked at."""
+    hosts = lab()
+    hosts["n1"]["cluster_address"] = address if address != "10.77.1.12" else hosts["n1"]["cluster_address"]
+    views = {name: Facts(prefixes={hosts[name]["cluster_address"]: length}) for name, length in facts.items()}
+    _, problems = run(hosts, facts=views)
+    assert [(problem.host, problem.variable) for problem in problems] == ([("n1", "cluster_address")] if words else [])
+    assert all(words in problem.problem for problem in problems)
+    # Its own prefix length counts more than those of others.
+    views["n1"] = Facts(prefixes={hosts["n1"]["cluster_address"]: 8})
+    assert run(hosts, facts=views)[1] == []
+
+
 def test_gpus_from_cached_facts() -> None:
     hosts = lab()
     del hosts["n3"]["gpus"]

@@ -4,23 +4,65 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.network import nft
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.network.probe import judge
 from net_nodes import Bridge, Node, Stopwatch, call_module, need_namespaces
 
 PINNED = 6379
+AT_ONCE = 24
 FAMILIES = pytest.mark.parametrize("family", [4, 6], ids=["ipv4", "ipv6"])
 
 
-@pytest.fixture(name="bridge")
-def fixture_bridge(tmp_path: Path) -> Iterator[Bridge]:
-    need_namespaces()
-    bridge = Bridge(tmp_path)
-    yield bridge
-    bridge.end()
+Body = Callable[..., None]
+
+
+class Running:
+    """All tests of this file at the same time, each with a link of its own: most of their time is waiting."""
+
+    def __init__(self, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> None:
+        need_namespaces()
+        self.pool = ThreadPoolExecutor(AT_ONCE)
+        self.futures: dict[str, Future[None]] = {}
+        for item in request.session.items:
+            body = getattr(getattr(item, "obj", None), "body", None)
+            if body is not None and item.path == request.path:
+                given = item.callspec.params if hasattr(item, "callspec") else {}
+                self.futures[item.nodeid] = self.pool.submit(self.run, body, folders.mktemp("link"), given)
+
+    @staticmethod
+    def run(body: Body, folder: Path, given: dict[str, Any]) -> None:
+        bridge = Bridge(folder)
+        try:
+            body(bridge, **given)
+        finally:
+            bridge.end()
+
+
+@pytest.fixture(name="running", scope="module")
+def fixture_running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(request, tmp_path_factory)
+    yield running
+    running.pool.shutdown(cancel_futures=True)
+
+
+def together(body: Body) -> Body:
+    """A test that runs with the others."""
+
+    def test(running: Running, request: pytest.FixtureRequest, **_: Any) -> None:
+        running.futures[request.node.nodeid].result()
+
+    given = [each for each in signature(body).parameters.values() if each.name != "bridge"]
+    ours = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("running", "request")]
+    test.__dict__.update(body=body, __signature__=Signature([*ours, *given]))
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
 
 
 def pair(bridge: Bridge, family: int = 4, **options: Any) -> tuple[Node, Node]:
@@ -34,6 +76,7 @@ def results(found: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
 
 
 @FAMILIES
+@together
 def test_healthy(bridge: Bridge, family: int) -> None:
     n1, n2 = pair(bridge, family)
     found = n1.probe(n2, ports=(PINNED,), duplicates=True)
@@ -53,6 +96,7 @@ def test_healthy(bridge: Bridge, family: int) -> None:
     assert abs(n2_seen["clock"]["offset_s"]) < 0.05
 
 
+@together
 def test_interface_is_found_by_the_address(bridge: Bridge) -> None:
     n1 = bridge.add("n1")
     assert n1.probe(interface="")["interface"]["name"] == "eth0"
@@ -69,6 +113,7 @@ def test_interface_is_found_by_the_address(bridge: Bridge) -> None:
 
 @FAMILIES
 @pytest.mark.parametrize("own", [9000, 1500])
+@together
 def test_one_side_has_small_packets(bridge: Bridge, family: int, own: int) -> None:
     """Only the side with the large ones sees it."""
     n1, n2 = pair(bridge, family)
@@ -79,6 +124,7 @@ def test_one_side_has_small_packets(bridge: Bridge, family: int, own: int) -> No
 
 @FAMILIES
 @pytest.mark.parametrize("size", [1450, 4321])
+@together
 def test_the_switch_has_small_packets(bridge: Bridge, family: int, size: int) -> None:
     """Neither node can know: both have large ones. ICMP is shut here, so UDP has to tell."""
     n1, n2 = pair(bridge, family)
@@ -92,6 +138,7 @@ def test_the_switch_has_small_packets(bridge: Bridge, family: int, size: int) ->
 
 @FAMILIES
 @pytest.mark.parametrize("by", ["icmp", "udp"])
+@together
 def test_a_router_has_small_packets(bridge: Bridge, family: int, by: str) -> None:
     """It would cut larger ones into pieces if it were allowed to."""
     n1, router, n3 = bridge.add("n1", family), bridge.add("router", family), bridge.add("n3", family)
@@ -121,6 +168,7 @@ def test_a_router_has_small_packets(bridge: Bridge, family: int, by: str) -> Non
 
 
 @FAMILIES
+@together
 def test_no_datagram_comes_back(bridge: Bridge, family: int) -> None:
     n1, n2 = pair(bridge, family)
     n2.drop("meta l4proto { icmp, udp }" if family == 4 else "icmpv6 type echo-request")
@@ -133,6 +181,7 @@ def test_no_datagram_comes_back(bridge: Bridge, family: int) -> None:
 
 
 @FAMILIES
+@together
 def test_firewall_of_this_project(bridge: Bridge, family: int) -> None:
     """TCP and echo requests are let in, other datagrams are not."""
     n1, n2 = pair(bridge, family)
@@ -155,6 +204,7 @@ def test_firewall_of_this_project(bridge: Bridge, family: int) -> None:
     ],
     ids=["drop", "reset", "reject", "prohibited"],
 )
+@together
 def test_firewalls_differ(bridge: Bridge, family: int, verdict: str, expected: dict[int, tuple[str, int]]) -> None:
     """A firewall with a list of ports: the random ones are shut."""
     n1, n2 = pair(bridge, family)
@@ -170,6 +220,7 @@ def test_firewalls_differ(bridge: Bridge, family: int, verdict: str, expected: d
 
 
 @FAMILIES
+@together
 def test_one_direction_only(bridge: Bridge, family: int) -> None:
     n1, n2 = pair(bridge, family)
     n1.listen(ports=[PINNED], random=1)
@@ -178,6 +229,7 @@ def test_one_direction_only(bridge: Bridge, family: int) -> None:
     assert set(results(n2.probe(n1, duplicates=False)["peers"]["n1"]).values()) == {("open", None)}
 
 
+@together
 def test_nobody_at_the_address(bridge: Bridge) -> None:
     """With 3 seconds the kernel's own word, after three questions for the link address, mostly comes first."""
     n1, n2 = pair(bridge)
@@ -191,6 +243,7 @@ def test_nobody_at_the_address(bridge: Bridge) -> None:
     assert seen["mtu"]["ok"] is None
 
 
+@together
 def test_no_way(bridge: Bridge) -> None:
     n1, n2 = pair(bridge)
     n2.address = "10.99.0.2"
@@ -201,6 +254,7 @@ def test_no_way(bridge: Bridge) -> None:
 
 
 @FAMILIES
+@together
 def test_the_way_is_another_interface(bridge: Bridge, family: int) -> None:
     n1, n2 = pair(bridge, family)
     bridge.wire(n1, "eth1", 9)
@@ -212,6 +266,7 @@ def test_the_way_is_another_interface(bridge: Bridge, family: int) -> None:
 
 
 @FAMILIES
+@together
 def test_somebody_has_the_address_too(bridge: Bridge, family: int) -> None:
     n1, n2 = pair(bridge, family)
     n3 = bridge.add("n3", family)
@@ -224,6 +279,7 @@ def test_somebody_has_the_address_too(bridge: Bridge, family: int) -> None:
     assert n2.probe()["duplicate"] == []
 
 
+@together
 def test_somebody_else_answers(bridge: Bridge) -> None:
     n1, n2 = pair(bridge)
     n3 = bridge.add("n3")
@@ -236,6 +292,53 @@ def test_somebody_else_answers(bridge: Bridge) -> None:
     assert seen["clock"] is None
 
 
+@FAMILIES
+@together
+def test_two_nodes_with_each_others_address(bridge: Bridge, family: int) -> None:
+    """What is measured then is told as one thing."""
+    nodes = [bridge.add(name, family) for name in ("n1", "n2", "n3")]
+    own = {node.name: node.address for node in nodes}
+    length, more = (24, "") if family == 4 else (64, " nodad")
+    for node, other in ((nodes[0], "n2"), (nodes[1], "n1")):
+        node.ip(f"address del {own[node.name]}/{length} dev eth0")
+        node.ip(f"address add {own[other]}/{length} dev eth0{more}")
+    bridge.listen(ports=[PINNED], random=2)
+    probes = {
+        node.name: node.probe(*(other for other in nodes if other is not node), ports=(PINNED,)) for node in nodes
+    }
+    plan = {
+        "nodes": {name: {"address": address, "groups": ["ironrack_runtime"]} for name, address in own.items()},
+        "ray": None,
+        "instances": {},
+        "hosts": {name: {"instances": []} for name in own},
+    }
+    # The names are in no file here.
+    report = judge(probes, plan, {"accept": []})
+    told = [finding for finding in report["findings"] if finding["check"] not in ("net_names", "net_own_name")]
+    assert [(finding["check"], finding["nodes"]) for finding in told] == [("net_interface", ["n1", "n2"])]
+    assert told[0]["measured"].startswith(f"n1 has {own['n2']}, the address of n2 and n2 has {own['n1']}")
+    # One of the two alone in a run.
+    alone = judge({"n1": probes["n1"]}, plan)["findings"]
+    told = [finding for finding in alone if finding["check"] not in ("net_names", "net_own_name")]
+    assert [finding["check"] for finding in told] == ["net_interface"]
+
+
+@together
+def test_an_interface_without_a_hardware_address(bridge: Bridge) -> None:
+    """Point-to-point; of lo the kernel shows zeros."""
+    n1 = bridge.add("n1")
+    n1.ip("tuntap add mode tun dev tun0")
+    n1.ip("address add 10.7.0.1/24 dev tun0")
+    n1.ip("link set tun0 up")
+    n1.ip("address add 10.6.0.1/32 dev lo")
+    for interface, address in (("tun0", "10.7.0.1"), ("lo", "10.6.0.1")):
+        found = n1.probe(interface=interface, address=address)
+        assert (found["interface"]["name"], found["interface"]["mac"]) == (interface, None)
+        assert (found["duplicate"], found["duplicate_error"]) == (None, f"{interface} is no Ethernet interface")
+        assert {"10.7.0.1", "10.6.0.1", n1.address} <= set(found["addresses"])
+
+
+@together
 def test_own_second_interface_is_nobody_else(bridge: Bridge) -> None:
     """Linux answers for all its addresses on all its interfaces."""
     n1 = bridge.add("n1")
@@ -243,6 +346,57 @@ def test_own_second_interface_is_nobody_else(bridge: Bridge) -> None:
     assert n1.probe()["duplicate"] == []
 
 
+# Sends echo requests, each of another flow where `fixed` is 0, and prints how many were answered.
+ECHO = """
+import os, select, socket, struct, sys, time
+address, seconds, pause, fixed = sys.argv[1], *map(float, sys.argv[2:])
+six = ':' in address
+kind = (socket.AF_INET6, socket.IPPROTO_ICMPV6) if six else (socket.AF_INET, socket.IPPROTO_ICMP)
+sock = socket.socket(kind[0], socket.SOCK_RAW, kind[1])
+sent = answers = 0
+end = time.monotonic() + seconds
+while (now := time.monotonic()) < end + 0.5:
+    if now < end:
+        ident = int(fixed) or sent % 60000 + 1
+        body = struct.pack('!HH', ident, 1)
+        total = 0x0800 + sum(struct.unpack('!HH', body))
+        total = ~((total & 0xffff) + (total >> 16)) & 0xffff
+        sock.sendto(struct.pack('!BBH', 128 if six else 8, 0, 0 if six else total) + body, (address, 0))
+        sent += 1
+    while select.select([sock], [], [], pause if now < end else 0.05)[0]:
+        data = sock.recv(2048)
+        answers += data[0 if six else (data[0] & 15) * 4] == (129 if six else 0)
+        if time.monotonic() > end + 0.5:
+            break
+print(sent, answers)
+"""
+
+
+@FAMILIES
+@pytest.mark.parametrize("fixed", [0, 7], ids=["flows", "one-flow"])
+@together
+def test_a_flood_of_echo_requests_takes_nothing_from_others(bridge: Bridge, family: int, fixed: int) -> None:
+    """The firewall's limit holds for each source."""
+    n1, flooder, other = (bridge.add(name, family) for name in ("n1", "n2", "n3"))
+    rules = {"host": "n1", "mode": "trusted_cluster", "interface": "eth0", "trusted_interfaces": [], "rules": []}
+    text = bridge.folder / "rules.nft"
+    text.write_text(nft.render(rules))
+    n1.run("nft", "-f", str(text))
+
+    def echo(node: Node, seconds: float, pause: float, flow: int) -> tuple[int, int]:
+        words = node.run("python3", "-c", ECHO, n1.address, str(seconds), str(pause), str(flow)).split()
+        return int(words[0]), int(words[1])
+
+    with ThreadPoolExecutor(2) as pool:
+        flood = pool.submit(echo, flooder, 3.0, 0.0, fixed)
+        time.sleep(0.7)
+        asked, answered = echo(other, 1.5, 0.05, 9)
+        sent, got = flood.result()
+    assert asked == answered >= 5, f"{answered} of {asked} while {got} of {sent} of the flood were answered"
+    assert 200 <= got <= 200 + 100 * 4.5 and sent > 2 * got, f"{got} of {sent} were answered"
+
+
+@together
 def test_address_that_was_taken_at_boot(bridge: Bridge) -> None:
     n1, n2 = bridge.add("n1", 6), bridge.add("n2", 6)
     n2.ip(f"address add {n1.address}/64 dev eth0")
@@ -252,6 +406,7 @@ def test_address_that_was_taken_at_boot(bridge: Bridge) -> None:
     assert found == [n1.address]
 
 
+@together
 def test_default_routes(bridge: Bridge) -> None:
     n1 = bridge.add("n1")
     bridge.wire(n1, "eth1", 9)
@@ -270,6 +425,7 @@ def test_default_routes(bridge: Bridge) -> None:
     ]
 
 
+@together
 def test_names(bridge: Bridge) -> None:
     n1, n2 = pair(bridge)
     n3 = bridge.add("n3")
@@ -281,6 +437,7 @@ def test_names(bridge: Bridge) -> None:
     assert found["peers"]["n3"]["name"]["error"]
 
 
+@together
 def test_peer_outside_of_the_run(bridge: Bridge) -> None:
     n1, n2 = bridge.add("n1"), bridge.add("n2")
     n1.hosts.write_text(f"{n2.address} n2\n")
@@ -293,6 +450,7 @@ def test_peer_outside_of_the_run(bridge: Bridge) -> None:
     assert (seen["mac"], seen["mtu"]["largest"]) == (n2.mac, 1400)
 
 
+@together
 def test_clocks(bridge: Bridge) -> None:
     """A namespace has no clock of its own, so the module of the peer adds to what it reads."""
     n1, n2 = bridge.add("n1"), bridge.add("n2")
@@ -304,6 +462,7 @@ def test_clocks(bridge: Bridge) -> None:
     assert n1.probe(n2, clock=False)["peers"]["n2"]["clock"] is None
 
 
+@together
 def test_without_root(bridge: Bridge) -> None:
     """Less can be found out, and it says what."""
     n1, n2 = pair(bridge)
@@ -318,6 +477,7 @@ def test_without_root(bridge: Bridge) -> None:
     assert n1.probe(n2)["peers"]["n2"]["mtu"]["by"] == "icmp"
 
 
+@together
 def test_64_nodes_and_nobody_answers(bridge: Bridge) -> None:
     """945 connections that all wait until the end, and as many questions for the MTU."""
     n1 = bridge.add("n1")

@@ -131,6 +131,24 @@ def test_apply_confirm_and_no_second_change(host: Host) -> None:
     assert "guard" not in again
 
 
+def test_who_sent_echo_requests_is_no_change(host: Host) -> None:
+    """A flood fills a set of the table with its sources, and says nothing of the rules."""
+    found = {"host": "n1", "mode": "trusted_cluster", "interface": "eth1", "trusted_interfaces": [], "rules": []}
+    ruleset = nft.render(found)
+    host.apply(ruleset)
+    bare = host.table()
+    for version, start in ((4, "198.51.100."), (6, "2001:db8::")):
+        some = ", ".join(f"{start}{number} limit rate 100/second burst 200 packets" for number in range(1, 9))
+        host.load(f"add element inet ironrack echo_{version} {{ {some} }}\n")
+    assert host.table() != bare, "nft lists them"
+    assert not host.module(ruleset)["changed"]
+    # They are not what an unconfirmed change goes back to either.
+    result = host.module(TEXT % 22, seconds=60)
+    before = host.file("run/ironrack/firewall.before").read_text()
+    assert "198.51.100.1" not in before and "set echo_4" in before
+    assert host.confirm(TEXT % 22, result)
+
+
 def test_not_confirmed_is_taken_back(host: Host) -> None:
     host.apply(TEXT % 22)
     before = host.table()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.module_utils import models
 from ansible_collections.ironrack.vllm.plugins.modules import model_check
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,19 +42,19 @@ def model(tmp_path):
     shard(folder / "model-1.safetensors", ["a", "b"])
     shard(folder / "model-2.safetensors", ["c"])
     weight_map = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
-    (folder / model_check.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / models.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
 def test_a_complete_model_passes_and_a_copy_has_the_same_digest(model, tmp_path):
-    found = model_check.inspect(str(model))
+    found = models.inspect(str(model))
     assert found["tensors"] == 3
     assert found["bytes"] == sum(path.stat().st_size for path in model.iterdir() if path.is_file())
     copy = tmp_path / "copy"
     shutil.copytree(model, copy)
-    assert model_check.inspect(str(copy))["digest"] == found["digest"]
+    assert models.inspect(str(copy))["digest"] == found["digest"]
     (copy / "tokenizer.json").write_text("{ }")
-    other = model_check.inspect(str(copy))
+    other = models.inspect(str(copy))
     assert other["digest"] != found["digest"]
     assert [name for name in other["files"] if other["files"][name] != found["files"][name]] == ["tokenizer.json"]
 
@@ -61,10 +62,10 @@ def test_a_complete_model_passes_and_a_copy_has_the_same_digest(model, tmp_path)
 def test_links_into_a_blob_store_are_followed(model):
     shutil.move(model / "model-2.safetensors", model.parent / "blob")
     (model / "model-2.safetensors").symlink_to("../blob")
-    assert model_check.inspect(str(model))["tensors"] == 3
+    assert models.inspect(str(model))["tensors"] == 3
     (model.parent / "blob").unlink()
-    with pytest.raises(model_check.ModelError, match=r"model-2.safetensors is a link to \.\./blob"):
-        model_check.inspect(str(model))
+    with pytest.raises(models.ModelError, match=r"model-2.safetensors is a link to \.\./blob"):
+        models.inspect(str(model))
 
 
 @pytest.mark.parametrize(
@@ -81,14 +82,14 @@ def test_links_into_a_blob_store_are_followed(model):
         (lambda folder: os.truncate(folder / "model-1.safetensors", 0), "no whole safetensors header"),
         (lambda folder: shard(folder / "model-2.safetensors", ["d"]), "lacks the tensor c"),
         (lambda folder: (folder / "model-1.safetensors").write_text("version https://git-lfs"), "Git LFS pointer"),
-        (lambda folder: (folder / model_check.INDEX).write_text("{}"), "no weight_map"),
+        (lambda folder: (folder / models.INDEX).write_text("{}"), "no weight_map"),
         (lambda folder: [path.unlink() for path in folder.glob("*model*")], "no weights"),
     ],
 )
 def test_damage_is_named(model, damage, message):
     damage(model)
-    with pytest.raises(model_check.ModelError, match=message):
-        model_check.inspect(str(model))
+    with pytest.raises(models.ModelError, match=message):
+        models.inspect(str(model))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
@@ -112,7 +113,7 @@ def test_the_tiny_model_of_the_lab_is_complete_and_the_same_each_time(tmp_path):
     digests = set()
     for name in ("one", "two"):
         subprocess.run([sys.executable, str(script), str(tmp_path / name)], check=True, capture_output=True)
-        digests.add(model_check.inspect(str(tmp_path / name))["digest"])
+        digests.add(models.inspect(str(tmp_path / name))["digest"])
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / name).iterdir()} == {0o644}
     assert len(digests) == 1
     weights = {(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")}

@@ -16,70 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, serve_files
 from ansible_collections.ironrack.vllm.plugins.modules import release as module
-
-ID = "0123456789abcdef"
-OTHERS = [f"{index:016x}" for index in range(1, 6)]
-needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="zstd is not installed")
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Release(...) over folders of the test; each call is a new run."""
-
-    def build(check_mode=False, **params):
-        defaults = {
-            "release_id": ID,
-            "versions": {"vllm": "0.32.0", "torch": "2.13.0+cpu"},
-            "variant": "cpu",
-            "python": ".".join(map(str, sys.version_info[:2])),
-            "interpreter": sys.executable,
-            "prefix": str(tmp_path / "opt"),
-            "cache_dir": str(tmp_path / "cache"),
-            "log_path": str(tmp_path / "release.log"),
-            "index_url": "https://index.example/simple",
-            "extra_index_urls": [],
-            "find_links": [],
-            "http_proxy": "",
-            "ca_bundle": "",
-            "credentials": {},
-            "lock_name": "cpu-cp311.txt",
-            "lock_file": "",
-            "wheel_files": [],
-            "download_bytes": 1000,
-            "uv_version": "9.9.9",
-            "uv_sha256": "0" * 64,
-            "pack": True,
-            "serve": None,
-            "source": {},
-            "keep": 3,
-        }
-        built = module.Release(SimpleNamespace(params={**defaults, **params}, check_mode=check_mode))
-        built.prove = lambda: None
-        return built
-
-    return build
-
-
-def fill(release, identity=None, size=100, built_on="elsewhere"):
-    """A finished release on disk."""
-    root = Path(release.root, identity or release.id)
-    (root / "bin").mkdir(parents=True)
-    (root / "bin" / "python").symlink_to(sys.executable)
-    (root / "lib").mkdir()
-    (root / "lib" / "data.bin").write_bytes(b"d" * size)
-    manifest, files, total = module.write_manifest(str(root))
-    marker = {
-        "id": identity or release.id,
-        "bytes": total,
-        "files": files,
-        "manifest_sha256": manifest,
-        "built_on": built_on,
-        "python": release.interpreter_version(),
-    }
-    (root / module.MARKER).write_text(json.dumps(marker))
-    return root
-
+from releases import ID, OTHERS, fill, needs_zstd
 
 # ---------------------------------------------------------------- manifest
 
@@ -89,9 +28,15 @@ def test_the_manifest_names_every_file_and_link(tmp_path):
     (tmp_path / "b" / "file").write_text("x")
     (tmp_path / "a").symlink_to("b")
     (tmp_path / module.MARKER).write_text("{}")
+    os.utime(tmp_path / "b" / "file", (1.5, 1.5))
+    (tmp_path / "b").chmod(0o750)
+    (tmp_path / "b" / "file").chmod(0o640)
     digest, files, size = module.write_manifest(str(tmp_path))
     text = (tmp_path / module.MANIFEST).read_text()
-    assert text == f"link:b 0 a\n{hashlib.sha256(b'x').hexdigest()} 1 b/file\n"
+    assert text == (
+        f"link\tb\t0\t0000\t0\ta\nfolder\t\t0\t0750\t0\tb\n"
+        f"file\t{hashlib.sha256(b'x').hexdigest()}\t1\t0640\t1\tb/file\n"
+    )
     assert (digest, files, size) == (hashlib.sha256(text.encode()).hexdigest(), 2, 1)
     assert module.write_manifest(str(tmp_path))[0] == digest
 
@@ -120,28 +65,96 @@ def test_a_release_travels_as_an_archive(make, tmp_path):
     assert not again.changed
 
 
-@needs_zstd
-def test_a_fetched_archive_is_not_kept_twice(make, tmp_path):
+@pytest.fixture
+def offered(make, monkeypatch):
+    """What the builder offers, and a real server of its archive."""
+    monkeypatch.setattr(module.fanout, "stop", lambda unit: None)
     builder = make()
     fill(builder)
-    result = builder.built()["archive"]
-    calls = []
+    archive = builder.built()["archive"]
+    server = serve_files.Server(("127.0.0.1", 0), builder.archives, [archive["file"]["name"]])
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield {**archive, "url": fanout.base_url("127.0.0.1", server.server_port)}
+    server.shutdown()
+    server.server_close()
 
-    def download(url, target, sha256, size, log):
-        calls.append(url)
-        shutil.copyfile(result["path"], target)
 
+@needs_zstd
+def test_a_fetched_archive_stays_for_the_nodes_behind_until_the_switch(make, tmp_path, offered):
+    elsewhere = {"prefix": str(tmp_path / "other"), "cache_dir": str(tmp_path / "cache2")}
+    node = make(**elsewhere, source=offered, chain={"sources": [offered["url"]], "serve": True})
+    node.fetched()
+    assert node.marker() is not None
+    assert f"from {offered['url']}" in node.actions[0]
+    assert Path(node.archive_path).read_bytes() == Path(offered["path"]).read_bytes()
+    last = make(**elsewhere)
+    last.make_current()
+    assert not Path(node.archive_path).exists()
+    builder = make()
+    builder.make_current()
+    assert Path(builder.archive_path).exists(), "the builder keeps it"
+
+
+@needs_zstd
+def test_what_cannot_be_fetched_is_an_error_that_says_what_helps(make, tmp_path, offered, monkeypatch):
+    stopped = []
+    monkeypatch.setattr(module.fanout, "stop", stopped.append)
+
+    def nobody(*args, **options):
+        raise fanout.FanoutError("x could not be fetched from any node")
+
+    monkeypatch.setattr(module.fanout, "fetch", nobody)
+    node = make(prefix=str(tmp_path / "other"), cache_dir=str(tmp_path / "cache2"), source=offered)
+    with pytest.raises(module.ReleaseError, match=r"from any node\. Check .*python_env_serve_port.*\.sha256 file"):
+        node.fetched()
+    assert stopped == [module.SERVER_UNIT], "the nodes behind it go on to others at once"
+
+
+@needs_zstd
+def test_a_sender_of_wrong_bytes_is_named_in_a_warning(make, tmp_path, offered):
+    spoilt = tmp_path / "spoilt"
+    spoilt.mkdir()
+    content = bytearray(Path(offered["path"]).read_bytes())
+    content[20] ^= 1
+    (spoilt / offered["file"]["name"]).write_bytes(content)
+    server = serve_files.Server(("127.0.0.1", 0), str(spoilt), [offered["file"]["name"]])
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    wrong = fanout.base_url("127.0.0.1", server.server_port)
     node = make(
-        prefix=str(tmp_path / "other"), cache_dir=str(tmp_path / "cache2"), source={**result, "url": "http://b/x"}
+        prefix=str(tmp_path / "other"),
+        cache_dir=str(tmp_path / "cache2"),
+        source=offered,
+        chain={"sources": [wrong, offered["url"]]},
     )
-    original, module.download = module.download, download
+    warnings = []
+    node.module.warn = warnings.append
     try:
         node.fetched()
     finally:
-        module.download = original
-    assert calls == ["http://b/x"]
+        server.shutdown()
+        server.server_close()
     assert node.marker() is not None
-    assert not Path(node.archive_path).exists()
+    assert warnings[0].startswith(f"{wrong} sent wrong bytes")
+
+
+@needs_zstd
+def test_a_node_that_cannot_serve_fetches_all_the_same(make, tmp_path, offered, monkeypatch):
+    def taken(*args, **options):
+        raise fanout.FanoutError("does not listen: the port is taken.")
+
+    monkeypatch.setattr(module.fanout, "serve", taken)
+    node = make(
+        prefix=str(tmp_path / "other"),
+        cache_dir=str(tmp_path / "cache2"),
+        source=offered,
+        chain={"sources": [offered["url"]], "serve": True},
+        serve={"address": "127.0.0.1", "port": 1, "lifetime": 60},
+    )
+    warnings = []
+    node.module.warn = warnings.append
+    node.fetched()
+    assert node.marker() is not None
+    assert "the port is taken" in warnings[0]
 
 
 @needs_zstd
@@ -352,7 +365,8 @@ def test_what_a_process_uses_stays(make):
     finally:
         process.terminate()
         process.wait()
-    assert names(release.root) == sorted([ID, OTHERS[1]])
+    # OTHERS[0] was the current one before: a rollback would return to it.
+    assert names(release.root) == sorted([ID, OTHERS[0], OTHERS[1]])
 
 
 # ---------------------------------------------------------------- errors that say what helps

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thin shim: the logic and its tests are in plugin_utils/runtime/compare.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.plain import to_plain
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import compare
+
+
+def runtime_problems(found: Any, variant: Any) -> list[str]:
+    return compare.version_problems(*to_plain((found, variant)))
+
+
+def rollback_plan(found: Any, release: Any, vllm_version: Any) -> dict[str, Any]:
+    return compare.rollback_plan(*to_plain((found, release, vllm_version)))
+
+
+class FilterModule:
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        return {"runtime_problems": runtime_problems, "rollback_plan": rollback_plan}

@@ -1,0 +1,128 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: release_switch
+short_description: Look at the releases of a node, and make another one the current one
+version_added: 0.1.0
+description:
+  - V(checked) lists the releases that the module M(ironrack.vllm.release) left on this node, and looks whether the one
+    asked for is complete and as it was built, by size, time, mode and owner of every file. It changes nothing.
+  - V(switched) points the link C(current) to it in one step. Nothing is restarted. The link C(previous) remembers what
+    was current before.
+author:
+  - The ironrack authors
+options:
+  state:
+    description: What to do.
+    type: str
+    choices: [checked, switched]
+    required: true
+  release:
+    description: Id of the release. Empty with O(state=checked) means the one that was current before.
+    type: str
+    default: ""
+  prefix:
+    description: Folder that holds C(releases) and the links.
+    type: path
+    default: /opt/ironrack
+attributes:
+  check_mode:
+    description: Says what would be switched.
+    support: full
+  diff_mode:
+    description: Shows the switch of C(current).
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Look what this node could return to
+  ironrack.vllm.release_switch:
+    state: checked
+
+- name: Return to a release
+  ironrack.vllm.release_switch:
+    state: switched
+    release: 0f3a6c2d9b1e4f58
+"""
+
+RETURN = r"""
+releases:
+  description: >-
+    Every release of this node, newest first, each with C(id), C(complete), C(current), C(previous), C(in_use_by)
+    (units), C(inputs) (what it was made from), C(built_at), C(built_on), C(bytes) and C(damage), what is no longer as
+    it was built. The last is looked for in O(release) only.
+  returned: always
+  type: list
+  elements: dict
+before:
+  description: Id of the release that is current, or was before it was switched. Empty where there is none.
+  returned: always
+  type: str
+"""
+
+import os
+import socket
+import subprocess
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.ironrack.vllm.plugins.module_utils import release_tree
+
+NAMED_FILES = 5
+
+
+def damage(path):
+    """What is wrong with a complete release, in words; an empty list when nothing is."""
+    try:
+        problems = release_tree.examine(path).lines()
+    except (release_tree.TreeError, OSError) as error:
+        return [str(error)]
+    try:
+        command = [os.path.join(path, "bin", "python"), "-I", "-c", ""]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        problems += [f"its Python does not run: {done.stderr.strip()[-200:]}"] if done.returncode else []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problems.append(f"its Python does not run: {error}")
+    return problems
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "required": True, "choices": ["checked", "switched"]},
+            "release": {"type": "str", "default": ""},
+            "prefix": {"type": "path", "default": "/opt/ironrack"},
+        },
+        required_if=[("state", "switched", ["release"])],
+        supports_check_mode=True,
+    )
+    prefix, before = module.params["prefix"], release_tree.linked(module.params["prefix"])
+    wanted = module.params["release"] or release_tree.linked(prefix, "previous")
+    releases = release_tree.installed(prefix)
+    for release in releases:
+        looked_at = release["id"] == wanted and release["complete"]
+        path = os.path.join(prefix, "releases", release["id"])
+        release["damage"] = damage(path)[:NAMED_FILES] if looked_at and module.params["state"] == "checked" else []
+    result = {"changed": False, "releases": releases, "before": before}
+    if module.params["state"] == "switched" and before != wanted:
+        if not any(release["id"] == wanted and release["complete"] for release in releases):
+            module.fail_json(
+                msg=f"{socket.gethostname()} has no complete release {wanted}; {prefix}/current stays at "
+                f"{before or 'nothing'}",
+                **result,
+            )
+        if not module.check_mode:
+            release_tree.switch(prefix, wanted)
+        link = f"{prefix}/current"
+        result["changed"] = True
+        result["diff"] = {
+            "before": f"{link} -> releases/{before}\n" if before else "",
+            "after": f"{link} -> releases/{wanted}\n",
+        }
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""scripts/artifacts.py: what it reads in the roles, and the folder that it fills. In processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import artifacts
+
+ROOT = Path(__file__).resolve().parents[3]
+DATA = bytes(range(256)) * 2000
+PROLOGUE = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "{root}/scripts")
+import artifacts as program
+program.init_plugin_loader()
+"""
+WANTED = """
+inventory = program.Inventory(Path("{root}/inventories/prod"))
+print(json.dumps(sorted(entry["name"] for entry in program.wanted_packages(inventory, inventory.hosts(), {{}}))))
+"""
+FETCH = """
+items = list(program.code("plugin_utils.runtime.artifacts").load(Path(sys.argv[1]).read_text(), "x"))
+folder = program.Folder(Path(sys.argv[2]), [Path(cache) for cache in sys.argv[3:]])
+try:
+    items = folder.fetch(items, {{}})
+    folder.write_list(items, "prod", program.Report())
+    print(json.dumps(folder.check(items)))
+except program.Failure as failure:
+    print(json.dumps(str(failure)))
+"""
+
+
+def execute(code: str, *arguments: object, root: Path = ROOT) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", (PROLOGUE + code).format(root=root), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "ANSIBLE_CONFIG": str(root / "ansible.cfg")},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- what the roles read ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="project")
+def fixture_project(tmp_path: Path) -> Path:
+    """A copy of what the list is made from, to be changed."""
+    ignore = shutil.ignore_patterns("__pycache__", "README.md")
+    for name in ("roles", "plugins", "scripts", "inventories/prod", "meta"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    for name in ("ansible.cfg", "galaxy.yml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "collections/ansible_collections/ironrack").mkdir(parents=True)
+    (tmp_path / "collections/ansible_collections/ironrack/vllm").symlink_to(tmp_path)
+    return tmp_path
+
+
+def test_a_package_that_is_added_to_a_role_or_a_module_is_in_the_list(project: Path) -> None:
+    before = execute(WANTED, root=project)
+    assert {"ca-certificates", "chrony", "nftables", "zstd", "python3-apt", "gcc"} <= set(before)
+
+    defaults = project / "roles/base/defaults/main.yml"
+    defaults.write_text(defaults.read_text().replace("  - libnuma1\n", "  - libnuma1\n  - added-default\n"))
+    private = project / "roles/base/vars/main.yml"
+    private.write_text(private.read_text().replace("'libc6-dev'", "'libc6-dev', 'added-private'"))
+    tasks = project / "roles/ray/tasks/main.yml"
+    added = {"name": "X", "block": [{"name": "Y", "ansible.builtin.apt": {"name": ["added-task"]}}]}
+    tasks.write_text(yaml.safe_dump([*yaml.safe_load(tasks.read_text()), added], sort_keys=False))
+    module = project / "plugins/modules/release.py"
+    module.write_text(module.read_text().replace('COMMANDS = ("tar"', 'COMMANDS = ("added-command", "tar"'))
+    inventory = project / "inventories/prod/group_vars/all.yml"
+    inventory.write_text(f"{inventory.read_text()}\nbase_acs_off: true\n")
+
+    new = set(execute(WANTED, root=project)) - set(before)
+    assert new == {"added-default", "added-private", "added-task", "added-command", "pciutils"}
+
+
+def test_no_module_installs_packages_that_the_list_does_not_know() -> None:
+    """Those that are told what to install by a task are read there."""
+    told_by_tasks = {"apt_transaction"}
+    installing = {
+        path.stem
+        for path in (ROOT / "plugins").glob("mod*/*.py")
+        if re.search(r"""apt-get["'].*\binstall\b|["']install["'], ["']--yes""", path.read_text("utf-8"))
+    }
+    known = re.search(r"^MODULE_PACKAGES = (\{.*\})$", (ROOT / "scripts/artifacts.py").read_text(), re.MULTILINE)
+    assert known is not None
+    assert installing - told_by_tasks == set(json.loads(known[1]))
+
+
+def test_tasks_of_roles_install_by_the_modules_that_the_list_reads() -> None:
+    """By a command or another module they would go unseen."""
+    for path in (ROOT / "roles").glob("*/tasks/*.yml"):
+        if path.parts[-3] != "lab":
+            text = path.read_text("utf-8")
+            assert not re.search(r"ansible\.builtin\.(package|dnf|yum|pip|get_url):", text), path
+            assert not re.search(r"apt(-get)?[, ]+install\b", text), path
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="site")
+def fixture_site() -> Iterator[tuple[str, list[str]]]:
+    """A server of one file that breaks its first answer off in the middle, and what it was asked."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/a.whl":
+                self.send_error(404)
+                return
+            span = self.headers.get("Range") or ""
+            asked.append(span)
+            first = int(span[6:-1]) if span else 0
+            self.send_response(206 if span else 200)
+            self.send_header("Content-Length", str(len(DATA) - first))
+            self.end_headers()
+            self.wfile.write(DATA[first:] if len(asked) > 1 else DATA[: len(DATA) // 2])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(name="listed")
+def fixture_listed(tmp_path: Path) -> Callable[..., Path]:
+    def write(url: str, name: str = "a.whl", sha256: str = "") -> Path:
+        digest = sha256 or hashlib.sha256(DATA).hexdigest()
+        item = artifacts.Artifact("wheel", "a", "1", f"{url}/{name}", f"wheels/{name}", len(DATA), digest, "MIT")
+        path = tmp_path / "wanted.json"
+        path.write_text(json.dumps({"format": artifacts.FORMAT, "artifacts": [asdict(item)]}))
+        return path
+
+    return write
+
+
+def test_a_transfer_that_breaks_off_goes_on_where_it_stopped(
+    site: tuple[str, list[str]], listed: Callable[..., Path], tmp_path: Path
+) -> None:
+    url, asked = site
+    assert execute(FETCH, listed(url), tmp_path / "m") == []
+    assert asked == ["", f"bytes={len(DATA) // 2}-"]
+    assert (tmp_path / "m/wheels/a.whl").read_bytes() == DATA
+    assert "a.whl#sha256=" in (tmp_path / "m/wheels/index.html").read_text()
+    assert [path.name for path in (tmp_path / "m/wheels").iterdir() if path.suffix == ".part"] == []
+    # Whole already: nobody is asked.
+    assert execute(FETCH, listed(url), tmp_path / "m") == []
+    assert len(asked) == 2
+    # Damaged: fetched again, and that alone.
+    (tmp_path / "m/wheels/a.whl").write_bytes(DATA[:-1] + b"x")
+    assert execute(FETCH, listed(url), tmp_path / "m") == []
+    assert asked[2:] == [""]
+
+
+def test_a_wrong_file_is_refused_and_does_not_stay(
+    site: tuple[str, list[str]], listed: Callable[..., Path], tmp_path: Path
+) -> None:
+    told = execute(FETCH, listed(site[0], sha256="0" * 64), tmp_path / "m")
+    assert "wheels/a.whl" in told
+    assert "its sha256 is" in told
+    assert list((tmp_path / "m/wheels").iterdir()) == []
+    assert not (tmp_path / "m" / artifacts.LIST).exists()
+
+
+def test_a_file_that_is_not_there_is_named(
+    site: tuple[str, list[str]], listed: Callable[..., Path], tmp_path: Path
+) -> None:
+    told = execute(FETCH, listed(site[0], "b.whl"), tmp_path / "m")
+    assert f"wheels/b.whl from {site[0]}/b.whl: HTTP Error 404" in told
+
+
+def test_a_cache_is_asked_first_and_believed_by_its_hash_alone(
+    site: tuple[str, list[str]], listed: Callable[..., Path], tmp_path: Path
+) -> None:
+    url, asked = site
+    wrong, right = tmp_path / "wrong", tmp_path / "right"
+    for folder, data in ((wrong, b"x" * len(DATA)), (right, DATA)):
+        folder.mkdir()
+        (folder / "a.whl").write_bytes(data)
+    assert execute(FETCH, listed(url), tmp_path / "m", wrong, right) == []
+    assert asked == []
+
+
+def test_a_folder_is_checked_without_network(
+    site: tuple[str, list[str]], listed: Callable[..., Path], tmp_path: Path
+) -> None:
+    def check() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "scripts/artifacts.py"), "--check", str(tmp_path / "m")]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    assert "artifacts.json is missing" in check().stderr
+    assert execute(FETCH, listed(site[0]), tmp_path / "m") == []
+    assert check().returncode == 0
+    (tmp_path / "m/wheels/a.whl").write_bytes(b"x" * len(DATA))
+    told = check()
+    assert told.returncode == 1
+    assert "wheels/a.whl: is damaged" in told.stderr
+    assert f"make artifacts DOWNLOAD={tmp_path / 'm'}" in told.stderr
+
+
+# --- the driver ---------------------------------------------------------------------------------------------------
+
+DRIVER = """
+kit = program.code("plugin_utils.runtime.artifacts")
+kit.ARCHIVES = {{"debian": (("file://" + sys.argv[2] + "/debian", ("{{code}}",), ("main",)),)}}
+signed = program.Repositories._verify
+# The distribution's archive is the test's own and has no signature; NVIDIA's is verified.
+program.Repositories._verify = lambda self, *rest: signed(self, *rest) if "/x86_64" in rest[1] else None
+inventory, report = program.Inventory(Path(sys.argv[1])), program.Report()
+try:
+    items, indexes = program.apt_of(inventory, program.supported(["debian12"])[0], [], report)
+    print(json.dumps([[[item.name, item.version, item.file] for item in items], sorted(indexes), report.missing]))
+except program.Failure as failure:
+    print(json.dumps(str(failure)))
+"""
+KERNEL = "6.1.0-40-amd64"
+# Of the distribution: what roles install, and what NVIDIA's packages stand on.
+OF_DEBIAN = {
+    "linux-headers-amd64": f"linux-headers-{KERNEL} (= 6.1-1)",
+    f"linux-headers-{KERNEL}": "",
+    "dkms": "gcc",
+    "glx-alternative-nvidia": "",
+    "nvidia-kernel-common": "",
+    # Newer than NVIDIA's: preferences have to keep it out.
+    "nvidia-modprobe": "",
+}
+
+
+@pytest.fixture(name="nvidia", scope="module")
+def fixture_nvidia(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages with the names, versions and relations of NVIDIA's, signed; beside them an archive of Debian's."""
+    out = tmp_path_factory.mktemp("nvidia")
+    tool = [sys.executable, str(ROOT / "tests/tools/nvidia_repository.py"), str(out), "--kernel", KERNEL]
+    subprocess.run([*tool, "--driver", "580.159.04"], check=True, capture_output=True, timeout=60)
+    names = dict.fromkeys(execute(WANTED), "") | OF_DEBIAN
+    text = "".join(
+        f"Package: {name}\nVersion: {'20991231-1' if 'nvidia' in name else '6.1-1'}\nFilename: pool/{name}.deb\n"
+        f"Size: 1\nSHA256: {'a' * 64}\n" + (f"Depends: {needs}\n" if needs else "") + "\n"
+        for name, needs in names.items()
+    )
+    for archive, suites in (("debian", ("bookworm", "bookworm-updates")), ("debian-security", ("bookworm-security",))):
+        for suite in suites:
+            rows = ""
+            for component in ("main", "contrib", "non-free", "non-free-firmware"):
+                file = out / archive / "dists" / suite / component / "binary-amd64/Packages"
+                file.parent.mkdir(parents=True)
+                file.write_text(text if (component, suite) == ("main", "bookworm") else "")
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                rows += f" {digest} {file.stat().st_size} {component}/binary-amd64/Packages\n"
+            (out / archive / "dists" / suite / "InRelease").write_text(f"Origin: Debian\nSHA256:\n{rows}")
+    return out
+
+
+def driver_inventory(folder: Path, nvidia: Path, fingerprint: str) -> Path:
+    shutil.copytree(ROOT / "inventories/prod", folder / "prod")
+    settings = {
+        "nvidia_driver_mirror": str(nvidia),
+        "nvidia_driver_distribution_mirror": f"file://{nvidia}/debian",
+        "nvidia_driver_key_fingerprint": fingerprint,
+        "gpu_fabric_dcgm": False,
+        "cuda_version": "none",
+    }
+    path = folder / "prod/group_vars/all.yml"
+    path.write_text(f"{path.read_text()}\n{yaml.safe_dump(settings)}")
+    return folder / "prod"
+
+
+def test_the_driver_is_listed_as_a_node_would_install_it(nvidia: Path, tmp_path: Path) -> None:
+    fingerprint = json.loads((nvidia / "repository.json").read_text())["fingerprint"]
+    rows, indexes, missing = execute(DRIVER, driver_inventory(tmp_path, nvidia, fingerprint), nvidia)
+    assert missing == []
+    found = {name: (version, file) for name, version, file in rows}
+    # What roles ask for, and what that stands on; of NVIDIA where the names are in both.
+    assert {"nvidia-driver-cuda", "libcuda1", "nvidia-fabricmanager", "dkms", f"linux-headers-{KERNEL}"} <= set(found)
+    assert found["libcuda1"] == ("580.159.04-1", "apt/nvidia/debian12/x86_64/libcuda1_580.159.04-1_amd64.deb")
+    assert found["nvidia-modprobe"][0] == "580.159.04-1"
+    # Key and signed index come along, whole: nodes verify them.
+    names = {path.rsplit("/", 1)[-1] for path in indexes if "x86_64" in path}
+    assert {"InRelease", "3bf863cc.pub"} <= names
+    assert any(name.startswith("Packages") for name in names)
+
+
+def test_a_key_that_is_not_the_one_asked_for_ends_it(nvidia: Path, tmp_path: Path) -> None:
+    rows, _, missing = execute(DRIVER, driver_inventory(tmp_path, nvidia, "A" * 40), nvidia)
+    assert "wanted is AAAA" in missing[0]
+    assert "nvidia-driver-cuda" in missing[0]
+    assert "libcuda1" not in {name for name, *_ in rows}
+
+
+def test_a_wrong_signature_ends_it(nvidia: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(nvidia, broken)
+    release = broken / "debian12/x86_64/InRelease"
+    release.write_text(release.read_text().replace("SHA256:\n", "SHA256:\n ", 1))
+    fingerprint = json.loads((nvidia / "repository.json").read_text())["fingerprint"]
+    _, _, missing = execute(DRIVER, driver_inventory(tmp_path, broken, fingerprint), nvidia)
+    assert "the signature of its index is wrong" in missing[0]

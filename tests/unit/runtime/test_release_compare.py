@@ -1,0 +1,135 @@
+"""What is compared over the nodes, and which release a rollback goes to."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import compare
+
+RUNTIME = {"python": "3.12.3", "vllm": "0.33.0", "ray": "2.50.0", "torch": "2.13.0", "nccl": "2.28.3", "cuda": "13.0"}
+
+
+def node(drift: int = 0, present: bool = True, **runtime: str) -> dict[str, Any]:
+    return {"present": present, "drift": {"total": drift}, "runtime": {**RUNTIME, "driver": "580.65.06", **runtime}}
+
+
+def test_equal_nodes_have_no_problems() -> None:
+    assert compare.version_problems({f"n{number}": node() for number in range(64)}, "cu130") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("python", "Python"),
+        ("vllm", "vLLM"),
+        ("ray", "Ray"),
+        ("torch", "torch"),
+        ("nccl", "NCCL"),
+        ("cuda", "torch's CUDA"),
+    ],
+)
+def test_a_difference_names_both_nodes_and_both_versions(name: str, title: str) -> None:
+    (problem,) = compare.version_problems({"n1": node(), "n2": node(), "n3": node(**{name: "9.9.9"})}, "cu130")
+    assert problem.startswith(f"{title} is {RUNTIME[name]} on n1, but 9.9.9 on n3: ")
+
+
+def test_what_a_repair_mends_is_no_reason_to_refuse() -> None:
+    """Of a damaged node, and of one that gets its release first, only its own Python counts."""
+    assert compare.version_problems({"n1": node(), "n2": node(drift=3, ray="1.0")}, "cu130") == []
+    assert compare.version_problems({"n1": node(), "n2": node(present=False, ray="1.0")}, "cu130") == []
+    assert len(compare.version_problems({"n1": node(), "n2": node(drift=3, python="3.12.9")}, "cu130")) == 1
+
+
+def test_many_nodes_are_counted() -> None:
+    found = {f"n{number}": node(ray="2.51.0") if number > 4 else node() for number in range(16)}
+    (problem,) = compare.version_problems(found, "cu130")
+    assert problem.startswith("Ray is 2.51.0 on n5, but 2.50.0 on n0, n1, n2, n3, n4: ")
+    found = {f"n{number}": node(ray="2.51.0") if number % 2 else node() for number in range(15)}
+    assert "n1, n3, n5, n7, n9 and 2 more" in compare.version_problems(found, "cu130")[0]
+
+
+def test_a_driver_too_old_is_named_with_one_that_is_not() -> None:
+    found = {"n1": node(), "n2": node(driver="570.86.15"), "head": node(driver="")}
+    (problem,) = compare.version_problems(found, "cu130")
+    assert "driver of n2 is 570.86.15 (n1 has 580.65.06)" in problem
+    assert "needs 580 or newer" in problem
+    assert "cu129" in problem
+    assert compare.version_problems(found, "cu129") == []
+    assert compare.version_problems(found, "cpu") == []
+
+
+# ---------------------------------------------------------------- rollback
+
+
+def release(number: int, current: bool = False, previous: bool = False, **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"{number:016x}",
+        "complete": True,
+        "current": current,
+        "previous": previous,
+        "damage": [],
+        "inputs": {
+            "versions": {"vllm": "0.33.0+cpu"},
+            "variant": "cpu",
+            "method": "venv",
+            "python": "3.12.3",
+            "lock": "x",
+        },
+        **more,
+    }
+
+
+FOUND = {name: [release(2, current=True), release(1, previous=True), release(0)] for name in ("n1", "n2", "n3")}
+
+
+def changed(name: str, number: int, **more: Any) -> dict[str, list[dict[str, Any]]]:
+    found = copy.deepcopy(FOUND)
+    found[name][number] |= more
+    return found
+
+
+def test_without_a_name_it_is_the_one_before() -> None:
+    plan = compare.rollback_plan(FOUND, "", "0.33.0")
+    assert plan["release"] == f"{1:016x}"
+    assert plan["problems"] == []
+    assert 'python_env_python: "3.12"' in plan["stay"]
+    assert 'python_env_vllm_version: "0.33.0"' in plan["stay"]
+
+
+def test_a_named_one_also_when_the_run_before_was_killed_half_way() -> None:
+    found = changed("n2", 0, current=False, previous=True)
+    found["n2"][1] |= {"current": True, "previous": False}
+    assert compare.rollback_plan(found, f"{1:016x}", "0.33.0")["release"] == f"{1:016x}"
+    plan = compare.rollback_plan(found, "", "0.33.0")
+    assert plan["release"] == ""
+    assert "is 0000000000000001 on n1, but 0000000000000002 on n2: name one that both have" in plan["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (changed("n3", 1, complete=False), "the release 0000000000000001 on n3 is not complete"),
+        (changed("n3", 1, damage=["changed a/b (other content)"]), "not as it was built (changed a/b (other content))"),
+        (changed("n3", 1, previous=False), "n3 was never switched from one release to another"),
+        ({**FOUND, "n3": FOUND["n3"][:1] + FOUND["n3"][2:]}, "Name one with -e rollback_release=ID"),
+    ],
+)
+def test_a_refusal_names_the_node_and_what_is_there(found: Any, said: str) -> None:
+    plan = compare.rollback_plan(found, "", "0.33.0")
+    assert plan["release"] == ""
+    (problem,) = plan["problems"]
+    assert "n3" in problem
+    assert said in problem
+    assert "there: 0000000000000002 (vLLM 0.33.0, current)" in problem
+
+
+def test_a_release_that_one_node_lacks() -> None:
+    plan = compare.rollback_plan({**FOUND, "n3": FOUND["n3"][:1]}, f"{1:016x}", "0.33.0")
+    assert plan["problems"][0].startswith("n3 does not have the release 0000000000000001; there: 0000000000000002 (")
+
+
+def test_another_vllm_needs_other_command_lines() -> None:
+    plan = compare.rollback_plan(FOUND, "", "0.34.0")
+    assert "-e rollback_release=0000000000000001 -e python_env_vllm_version=0.33.0" in plan["problems"][0]
