@@ -464,8 +464,8 @@ def linked(prefix, name="current"):
 def users(prefix):
     """{release id: {unit: start of its last process}}: who runs from a release.
 
-    A process that has its files open or mapped, or was started by its path, names it. One that was started by way of
-    `current` may, when the link is younger, run from the release before.
+    A process that has its files open or mapped, or was started by its path, names it. One that knows `current` alone
+    may, when the link is younger, run from the release before.
     """
     root = os.path.join(prefix, "releases")
     by_path = re.compile(re.escape(os.fsencode(root)) + rb"/([0-9a-f]{16})")
@@ -485,7 +485,7 @@ def users(prefix):
                 through_link = through_link or by_link in content
         with contextlib.suppress(OSError, ValueError, IndexError):
             start = process_start(process, boot)
-            if through_link:
+            if through_link and not used:
                 used.add(current)
                 if start < switched:
                     used.add(previous)

@@ -403,6 +403,25 @@ def test_a_process_started_by_way_of_the_link_counts_for_both_when_it_is_older(m
     assert set(used) == {ID, OTHERS[0]}
 
 
+def test_a_process_that_names_its_release_counts_for_that_one_alone(make):
+    old = make(release_id=OTHERS[0])
+    fill(old)
+    old.make_current()
+    prefix = old.params["prefix"]
+    # As a unit is started: a script of the release, whose first line names the release's Python, and a PATH by the link.
+    process = subprocess.Popen(["sleep", "60"], env={"HOME": old.path, "PATH": f"{prefix}/current/bin:/bin"})
+    try:
+        time.sleep(1.2)
+        new = make()
+        fill(new)
+        new.make_current()
+        used = tree.users(prefix)
+    finally:
+        process.kill()
+        process.wait()
+    assert set(used) == {OTHERS[0]}
+
+
 # ---------------------------------------------------------------- the program
 
 
