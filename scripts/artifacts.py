@@ -16,6 +16,7 @@ import argparse
 import concurrent.futures
 import gzip
 import hashlib
+import http.client
 import importlib
 import json
 import lzma
@@ -97,11 +98,13 @@ class Report:
 
 
 def opened(url: str, start: int = 0, accept: str = "*/*", timeout: float = 60) -> Any:
+    redirects = code("module_utils.redirects")
     headers = {**AGENT, "Accept": accept} | ({"Range": f"bytes={start}-"} if start else {})
     token = os.environ.get("HF_TOKEN")
-    if token and urllib.parse.urlsplit(url).hostname == urllib.parse.urlsplit(hub()).hostname:
+    if token and redirects.same_origin(hub(), url):
         headers["Authorization"] = f"Bearer {token}"
-    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)  # noqa: S310
+    opener = urllib.request.build_opener(redirects.Handler)
+    return opener.open(urllib.request.Request(url, headers=headers), timeout=timeout)  # noqa: S310
 
 
 def hub() -> str:
@@ -120,8 +123,16 @@ def get(url: str, accept: str = "*/*", tries: int = TRIES) -> tuple[bytes, str, 
         except OSError:
             if attempt == tries - 1:
                 raise
+        except http.client.HTTPException as error:
+            if attempt == tries - 1:
+                raise broken(error) from None
         time.sleep(2**attempt)
     raise AssertionError
+
+
+def broken(error: Exception) -> ConnectionError:
+    """An answer or address that http.client cannot read; its text may hold parts of a login."""
+    return ConnectionError(f"the answer broke off, or the address is none ({type(error).__name__})")
 
 
 def sha256_of(path: Path) -> str:
@@ -453,7 +464,8 @@ def add_driver(repositories: Repositories, inventory: Inventory, host: str, fact
                 repositories.add(base, suite, row["components"], keyring, keys if row["key_url"] else None)
             except (Failure, OSError) as failure:
                 asked = stack["transaction"]["install"] + stack["cuda_transaction"]["install"]
-                names = ", ".join(entry["name"] for entry in asked)
+                # Headers are the distribution's own.
+                names = ", ".join(entry["name"] for entry in asked if not entry["name"].startswith("linux-headers"))
                 repositories.report.missing.append(
                     f"{repositories.label}: the packages of {base} ({names} and what they need): {failure}"
                 )
@@ -644,11 +656,14 @@ def models_of(inventory: Inventory, report: Report) -> list[Any]:
     artifacts = code("plugin_utils.runtime.artifacts")
     wanted = set()
     for values in inventory.values.values():
-        for spec in (values.get("vllm_instances") or {}).values():
+        for name, spec in (values.get("vllm_instances") or {}).items():
             model = spec.get("model") or {}
-            if model.get("repo") and not model.get("path"):
+            if model.get("path"):
+                report.remarks.append(f"{name}: {model['path']} is yours (model.path): bring it to the nodes yourself")
+            elif model.get("repo"):
                 wanted.add((str(model["repo"]), str(model.get("revision") or "main")))
     found = []
+    files = code("module_utils.models")
     for repo, revision in sorted(wanted):
         told = None
         try:
@@ -658,6 +673,10 @@ def models_of(inventory: Inventory, report: Report) -> list[Any]:
             report.missing.append(f"model {repo}, revision {revision}: the hub answers {error.code}{hint}")
         except (OSError, ValueError) as error:
             report.missing.append(f"model {repo}, revision {revision}: {hub()} was not reached ({error})")
+        if told is not None:
+            # What an engine reads, as the nodes choose it.
+            names = set(files.wanted([str(item["rfilename"]) for item in told.get("siblings") or []]))
+            told["siblings"] = [item for item in told.get("siblings") or [] if item["rfilename"] in names]
         found += artifacts.model_artifacts(repo, revision, told, hub())
     return found
 
@@ -681,7 +700,18 @@ class Folder:
             fits = file.stat().st_size == item.size or not item.size
         except OSError:
             return False
-        return fits and (not item.sha256 or sha256_of(file) == item.sha256)
+        return fits and not self.wrong(item, file)
+
+    @staticmethod
+    def wrong(item: Any, file: Path) -> str:
+        """Why a file is not the one that is listed, or an empty text."""
+        if item.sha256:
+            found = sha256_of(file)
+            return "" if found == item.sha256 else f"its sha256 is {found}, not {item.sha256}"
+        if item.git:
+            right = code("module_utils.models").git_blob(file) == item.git
+            return "" if right else f"it is not the blob {item.git} that the hub lists"
+        return "the place that lists it tells no hash of it, so nothing proves that it is right"
 
     def fetch(self, items: Sequence[Any], indexes: Mapping[str, bytes]) -> list[Any]:
         """Fetch what is missing; returns the list with sizes and hashes that are known now."""
@@ -713,10 +743,9 @@ class Folder:
                 part.write_bytes(data)
             else:
                 self._transfer(item, part)
-            found = sha256_of(part)
-            if item.sha256 and found != item.sha256:
+            if problem := self.wrong(item, part):
                 part.unlink()
-                raise Failure(f"its sha256 is {found}, not {item.sha256}")
+                raise Failure(problem)
             part.replace(target)
         with self._guard:
             before, self._done = self._done, self._done + item.size
@@ -764,6 +793,9 @@ class Folder:
             except OSError:
                 if attempt == TRIES - 1:
                     raise
+            except http.client.HTTPException as error:
+                if attempt == TRIES - 1:
+                    raise broken(error) from None
             time.sleep(2**attempt)
         raise Failure("the connection broke off too often")
 
@@ -771,6 +803,8 @@ class Folder:
         wheels = [item for item in items if item.kind == "wheel"]
         (self.path / "wheels").mkdir(parents=True, exist_ok=True)
         replace_text(self.path / "wheels" / "index.html", self.artifacts.wheels_index(wheels))
+        for file, text in self.artifacts.manifests(items).items():
+            replace_text(self.path / file, text)
         # Last: a folder with a list was complete once.
         text = self.artifacts.dump(items, inventory, report.missing, report.remarks)
         replace_text(self.path / self.artifacts.LIST, text)
@@ -778,7 +812,9 @@ class Folder:
     def known(self) -> list[Any]:
         file = self.path / self.artifacts.LIST
         if not file.exists():
-            raise Failure(f"{file} is missing: make the folder with `make artifacts DOWNLOAD={self.path}`")
+            raise Failure(
+                f"{file} is missing: make the folder with `make artifacts INVENTORY=... DOWNLOAD={self.path}`"
+            )
         return list(self.artifacts.load(file.read_text(encoding="utf-8"), str(file)))
 
     def check(self, items: Sequence[Any]) -> list[str]:
@@ -790,6 +826,10 @@ class Folder:
         for item, good in zip(listed, whole, strict=True):
             if not good:
                 found.append(f"{item.file}: {'is damaged' if (self.path / item.file).exists() else 'is missing'}")
+        for file, wanted in self.artifacts.manifests(listed).items():
+            there = self.path / file
+            if not there.exists() or there.read_text(encoding="utf-8") != wanted:
+                found.append(f"{file}: {'does not name the files of the list' if there.exists() else 'is missing'}")
         page = self.path / "wheels" / "index.html"
         text = page.read_text(encoding="utf-8") if page.exists() else ""
         found += [
@@ -821,19 +861,27 @@ def supported(names: Sequence[str]) -> list[Any]:
     return [by_name[name] for name in names]
 
 
+def step(text: str) -> None:
+    """What is being looked up: the list takes minutes."""
+    print(f"looking up {text}", file=sys.stderr, flush=True)
+
+
 def collect(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, bytes], Report]:
     artifacts, lock = code("plugin_utils.runtime.artifacts"), code("plugin_utils.runtime.lock")
     inventory = Inventory(arguments.inventory)
     report = Report()
     indexes: dict[str, bytes] = {}
     try:
+        step("wheels and conda packages of the locks")
         found = [*wheels_of(inventory, arguments), *conda_of(inventory)]
     except lock.RuntimeInputError as error:
         raise Failure(str(error)) from error
     for distribution in supported(arguments.os):
+        step(f"packages of {distribution.id} {distribution.version}, of NVIDIA where a driver is wanted")
         items, files = apt_of(inventory, distribution, arguments.kernel, report)
         found += items
         indexes |= files
+    step("models")
     found += models_of(inventory, report)
     return artifacts.merged(found), indexes, report
 
@@ -879,6 +927,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> int:
     artifacts = code("plugin_utils.runtime.artifacts")
+    if arguments.inventory and not arguments.inventory.exists():
+        raise Failure(f"there is no inventory {arguments.inventory}: name a folder or a file, as inventories/prod")
+    supported(arguments.os)  # before anything is read or fetched
     if arguments.check:
         folder = Folder(arguments.check.resolve(), [])
         items = folder.known()
@@ -887,7 +938,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise Failure(
                 f"{folder.path} is not whole:\n"
                 + "\n".join(problems)
-                + f"\n-> make artifacts DOWNLOAD={folder.path} fetches them again"
+                + f"\n-> make artifacts INVENTORY={arguments.inventory or '...'} DOWNLOAD={folder.path} fetches them "
+                "again"
             )
         told(folder, items)
         return 0

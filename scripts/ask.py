@@ -5,19 +5,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
-# The lab's gate: loopback address and port of the API node (inventories/lab/hosts.yml, lab_forwards).
-URL = "http://127.77.1.12:18000"
+ROOT = Path(__file__).resolve().parents[1]
+API_PORT = 8000
+
+
+def lab_url() -> str:
+    """The lab's gate to the endpoint: as the lab in LAB_DIR declares it, otherwise as inventories/lab would."""
+    try:
+        declared = json.loads(
+            (Path(os.environ.get("LAB_DIR") or ROOT / ".lab") / "lab.json").read_text(encoding="utf-8")
+        )
+        doors = [door for node in declared["nodes"] for door in node["forwards"] if door["port"] == API_PORT]
+        return f"http://{doors[0]['listen']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"http://{os.environ.get('LAB_LOOPBACK') or '127.77.1'}.12:18000"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prompt", nargs="?", default="The scheduler places each worker")
-    parser.add_argument("--url", default=URL)
+    parser.add_argument("--url", default=lab_url())
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--max-tokens", type=int, default=16)
     args = parser.parse_args()

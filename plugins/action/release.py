@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pathlib
 from collections.abc import Mapping
@@ -15,6 +16,22 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import conda
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import lock as locks
 
 display = Display()
+
+
+def _text(path: pathlib.Path, variable: str) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise locks.RuntimeInputError(f"{variable}: {path} is no text that can be read ({error}).") from None
+
+
+def _sha256(path: pathlib.Path) -> str:
+    """In pieces, since a wheel may be large and each host of the run has a process of its own here."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        for block in iter(functools.partial(stream.read, 1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 class ActionModule(ActionBase):
@@ -36,7 +53,8 @@ class ActionModule(ActionBase):
 
         if args.get("state") == "built" and not self._task.check_mode:
             log = args.get("log_path", "/var/log/ironrack-release.log")
-            display.display(f"release {plan['release_id']}: progress in {log} on the builder")
+            node = self._task.delegate_to or (task_vars or {}).get("inventory_hostname", "the builder")
+            display.display(f"release {plan['release_id']}: progress in {log} on {node}")
             folder = self._make_tmp_path()
             plan["lock_file"] = self._transfer_file(
                 str(args["lock"]), self._connection._shell.join_path(folder, plan["lock_name"])
@@ -65,13 +83,13 @@ class ActionModule(ActionBase):
                 f"{python}. Choose a pair that ships with a lock (cu130 with 3.11 or 3.12, cpu with 3.11), or name "
                 "your own in python_env_lock."
             )
-        lock = locks.parse_lock(lock_path.read_text(), lock_path.name)
+        lock = locks.parse_lock(_text(lock_path, "python_env_lock"), lock_path.name)
         wheels = []
         for name in args.get("wheels") or []:
             path = pathlib.Path(str(name))
             if not path.is_file():
                 raise locks.RuntimeInputError(f"python_env_wheels names {path}, which is no file on the controller.")
-            wheels.append((path, hashlib.sha256(path.read_bytes()).hexdigest()))
+            wheels.append((path, _sha256(path)))
         environment = self._conda(args, python) if args.get("method") == "conda" else None
         interpreter = str(args.get("interpreter") or f"/usr/bin/python{'.'.join(python.split('.')[:2])}")
         if environment:
@@ -103,7 +121,7 @@ class ActionModule(ActionBase):
                 f"there is no conda lock {path.name} for python_env_python {python}. Locks ship for 3.12: set "
                 "python_env_python to it, name your own in python_env_conda_lock, or set python_env_method: venv."
             )
-        lock = conda.parse_explicit(path.read_text(), path.name)
+        lock = conda.parse_explicit(_text(path, "python_env_conda_lock"), path.name)
         conda.check_python(lock, python, path.name)
         mirror = str(args.get("conda_mirror") or "")
         conda.check_mirror(mirror)

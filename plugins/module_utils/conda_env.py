@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import errno
 import hashlib
+import http.client
 import json
 import os
 import shutil
@@ -81,8 +82,8 @@ def fetch_file(url, target, sha256, *, opener, log, what, remedy, attempts=4, pa
             else:
                 with contextlib.closing(opener(url)) as answer, open(partial, "wb") as stream:
                     shutil.copyfileobj(answer, stream, CHUNK)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
+        except (OSError, http.client.HTTPException) as error:
+            if getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             problem = f"{type(error).__name__}: {error}"
             log(f"attempt {attempt + 1}: {problem}")

@@ -228,6 +228,7 @@ class _Sources:
             except _NothingNew:
                 if time.monotonic() - self.alive > self.options["starve"]:
                     self.next(f"has had nothing new for {self.options['starve']:.0f} s", entry)
+                time.sleep(0.05)  # whatever answers there need not have waited itself
                 continue
             except (OSError, http.client.HTTPException) as error:
                 source.problem = f"{type(error).__name__}: {error}"
@@ -351,6 +352,9 @@ class _Fetcher:
             with open(path, "rb") as stream:
                 right = os.path.getsize(path) == size and _verified(stream, pieces) == len(pieces)
             if right:
+                for rest in (f"{path}.part", f"{path}.unproven"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(rest)  # of a run that was killed before the file came by another way
                 self.told.add(size, entry["name"], None)
                 return
             self.ring.log(f"{path} is not the file that it should be; it is fetched again")

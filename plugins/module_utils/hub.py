@@ -17,6 +17,7 @@ import email.utils
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, model
 
 ATTEMPTS = 6
 PATIENCE = 3600  # the longest that a rate limit is waited for, in seconds
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 LARGE = 50 * 10**9  # the hub gives larger files by Xet alone
 
 
@@ -133,6 +136,7 @@ class Hub:
                 failures = 0 if progressed and progressed() > before else failures + 1
                 pause = self.retry_after(error) if status in (429, 503) else None
                 if pause is not None:
+                    pause = max(pause, 1.0)  # a server may ask for none, for ever
                     waited += pause
                     if waited > PATIENCE:
                         raise models.ModelError(
@@ -168,14 +172,29 @@ class Hub:
         files = []
         for name in models.wanted(sorted(siblings), self.job["ignore"]):
             each = siblings[name]
-            if not models.safe_name(name) or each.size is None:
+            lfs = each.lfs or {}
+            size = lfs.get("size") if lfs else each.size
+            if not models.safe_name(name) or type(size) is not int or size < 0:
                 raise models.ModelError(f"{self.endpoint} lists {name!r} of {self.repo} without a size or place")
-            entry = {"name": name, "size": int(each.size)}
-            if each.lfs:
-                entry.update(size=int(each.lfs["size"]), sha256=each.lfs["sha256"])
-            else:
-                entry["git"] = each.blob_id
-            files.append(entry)
+            proof = {"sha256": lfs.get("sha256")} if lfs else {"git": each.blob_id}
+            if not _HASH.fullmatch(str(next(iter(proof.values())))):
+                raise models.ModelError(
+                    f"{self.endpoint} (model_store_endpoint) lists {name} of {self.repo} without a hash, so nothing "
+                    "could prove what arrives: use a server that tells them, or put the model into a folder "
+                    "with SHA256SUMS and name that with model_store_mirror"
+                )
+            files.append({"name": name, "size": size, **proof})
+        if not files:
+            raise models.ModelError(
+                f"{self.endpoint} has no file of {self.repo} {self.job['revision']} that an engine reads and that "
+                "model_store_ignore leaves: correct model.repo, model.revision or model_store_ignore"
+            )
+        revision = self.job["revision"]
+        if not _COMMIT.fullmatch(str(info.sha)) or (_COMMIT.fullmatch(revision) and info.sha != revision):
+            raise models.ModelError(
+                f"{self.endpoint} (model_store_endpoint) is asked for {self.repo} {revision} and answers with the "
+                f"commit {info.sha}: correct model.revision, or use another server"
+            )
         return {"commit": info.sha, "files": files}
 
     # -- fetching

@@ -22,7 +22,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, models
+from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, models, redirects
 
 ATTEMPTS = 6
 PATIENCE = 3600
@@ -39,7 +39,8 @@ class Mirror:
         self.base = base.rstrip("/")
         self.folder = urllib.parse.unquote(parts.path) if parts.scheme == "file" else None
         self.log, self.pause = log, pause
-        handlers = [urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_bundle or None))]
+        context = ssl.create_default_context(cafile=ca_bundle or None)
+        handlers = [urllib.request.HTTPSHandler(context=context), redirects.Handler()]
         if proxy:
             handlers.append(urllib.request.ProxyHandler({"http": proxy, "https": proxy}))
         self.opener = urllib.request.build_opener(*handlers)
@@ -113,21 +114,25 @@ class Mirror:
             except ValueError:
                 listing = None
             if not models.check_listing(listing) or not all(
-                _SHA256.fullmatch(e.get("sha256", "")) for e in listing["files"]
+                _SHA256.fullmatch(str(e.get("sha256"))) for e in listing["files"]
             ):
                 raise models.ModelError(
                     f"{self.url(place, models.MANIFEST)} is no manifest of a model: copy it again from a node that has "
                     f"the model, or write {SUMS} in its place"
                 )
-            files = [{key: e[key] for key in ("name", "size", "sha256")} for e in listing["files"]]
+            names = self.left([e["name"] for e in listing["files"]], ignore, place)
+            files = [
+                {key: e[key] for key in ("name", "size", "sha256")} for e in listing["files"] if e["name"] in names
+            ]
             return {"commit": str(listing.get("commit") or ""), "files": files}
         sums = self.text(place, SUMS)
         if sums is not None:
             return {"commit": "", "files": self.from_sums(place, sums, ignore)}
         if self.folder is not None:
             folder = os.path.join(self.folder, place)
-            names = models.wanted(_files_below(folder), ignore)
-            if names:
+            found = _files_below(folder)
+            if found:
+                names = self.left(found, ignore, place)
                 files = [{"name": name, "size": os.path.getsize(os.path.join(folder, name))} for name in names]
                 return {"commit": "", "files": files}
             raise models.ModelError(
@@ -140,17 +145,33 @@ class Mirror:
             f"`make artifacts DOWNLOAD=<folder>`, or write the list with `sha256sum * > {SUMS}` in its folder"
         )
 
+    def left(self, names, ignore, place):
+        """What an engine reads of them."""
+        kept = models.wanted(names, ignore)
+        if not kept:
+            raise models.ModelError(
+                f"{self.url(place, '')} has no file that an engine reads and that model_store_ignore leaves: correct "
+                "model.repo, model.revision or model_store_ignore"
+            )
+        return kept
+
     def from_sums(self, place, sums, ignore):
         hashes = {}
         for line in sums.splitlines():
             match = re.fullmatch(r"\\?([0-9a-f]{64}) [ *](?:\./)?(.+)", line)
-            if match and match[2] != SUMS and models.safe_name(match[2]):
-                hashes[match[2]] = match[1]
-        names = models.wanted(sorted(hashes), ignore)
-        if not names:
+            if not match or match[2] == SUMS:
+                continue
+            if not models.safe_name(match[2]):
+                raise models.ModelError(
+                    f"{self.url(place, SUMS)} names {match[2]!r}, which is no plain path inside of its folder: write "
+                    f"it there with `sha256sum * > {SUMS}`"
+                )
+            hashes[match[2]] = match[1]
+        if not hashes:
             raise models.ModelError(
                 f"{self.url(place, SUMS)} lists no files of a model: write it with `sha256sum * > {SUMS}`"
             )
+        names = self.left(sorted(hashes), ignore, place)
         return [{"name": name, "size": self.size(place, name), "sha256": hashes[name]} for name in names]
 
     def size(self, place, name):
@@ -179,6 +200,8 @@ class Mirror:
             if described["sha256"] == entry.get("sha256"):
                 return {**entry, **described}
         partial = target + models.PART
+        if "sha256" not in entry and os.path.lexists(partial):
+            os.unlink(partial)  # nothing would prove that it is the beginning of this file
         for last in (False, True):
             self.bring(place, entry, partial)
             described = fanout.describe(partial, name)

@@ -27,6 +27,7 @@ import time
 MANIFEST = "ironrack-model.json"
 ARRIVING = "ironrack-model.part.json"
 PART = ".part"
+UNPROVEN = ".unproven"  # a part that is looked at
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 * 1000 * 1000  # what the safetensors library accepts
 WHOLE_FILE_LIMIT = 32 * 1024 * 1024
@@ -86,9 +87,16 @@ def git_blob(path):
     return digest.hexdigest()
 
 
+def no_link(path, flags):
+    """For open(): root writes through no link that somebody may have put there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_atomically(path, text):
     partial = f"{path}.new"
-    with open(partial, "w", encoding="utf-8") as stream:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(partial)
+    with open(partial, "w", encoding="utf-8", opener=no_link) as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -104,7 +112,7 @@ def write_atomically(path, text):
 def safe_name(name):
     """Whether a file name that came from outside stays inside the folder."""
     parts = name.split("/")
-    return bool(name) and "\\" not in name and "\0" not in name and not any(part in ("", ".", "..") for part in parts)
+    return name.isprintable() and "\\" not in name and not any(part in ("", ".", "..") for part in parts)
 
 
 def prepare(folder, names=()):
@@ -148,7 +156,7 @@ def safetensors_header(path):
         raise ModelError(f"{name} has no whole safetensors header ({size} bytes): copy it again")
     try:
         header = json.loads(raw)
-        tensors = {key: value["data_offsets"][1] for key, value in header.items() if key != "__metadata__"}
+        tensors = {key: int(value["data_offsets"][1]) for key, value in header.items() if key != "__metadata__"}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise ModelError(f"{name} has a damaged safetensors header: copy it again") from None
     wanted = 8 + length + max(tensors.values(), default=0)
@@ -159,17 +167,22 @@ def safetensors_header(path):
 
 def is_ours(name):
     """What ironrack itself writes beside a model's files."""
-    return name in (MANIFEST, ARRIVING) or name.endswith((PART, ".new"))
+    return name in (MANIFEST, ARRIVING) or name.endswith((PART, UNPROVEN, ".new"))
 
 
 def names_in(folder):
-    """The files of a folder that somebody else filled; what lies in folders below it is not the engine's."""
-    names = sorted(name for name in os.listdir(folder) if not name.startswith(".") and not is_ours(name))
-    names = [name for name in names if not os.path.isdir(os.path.join(folder, name))]
+    """The files of a folder that somebody else filled, without what no engine reads."""
+    names = []
+    for place, folders, found in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [os.path.relpath(os.path.join(place, name), folder) for name in found if not name.startswith(".")]
+    names = sorted(name for name in names if not _matches(name, NEVER) and not is_ours(name))
     for name in names:
-        if not os.path.exists(os.path.join(folder, name)):
-            target = os.readlink(os.path.join(folder, name))
-            raise ModelError(f"{name} is a link to {target}, which does not exist")
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            raise ModelError(f"{name} is a link to {os.readlink(path)}, which does not exist")
+        if not os.path.isfile(path):
+            raise ModelError(f"{name} is no file: take it out of the folder")
     return names
 
 
@@ -180,11 +193,11 @@ def inspect(path, full=False, seen=None, hashes=None):
     """
     if not os.path.isdir(path):
         raise ModelError("the folder does not exist: copy or mount the model there, or correct model.path")
+    manifest = load_manifest(path)
+    names = [entry["name"] for entry in manifest["files"]] if manifest else names_in(path)
     config = read_json(os.path.join(path, "config.json"), "config.json")
     if "architectures" not in config and "model_type" not in config:
         raise ModelError("config.json names neither architectures nor model_type: it is not a model's")
-    manifest = load_manifest(path)
-    names = [entry["name"] for entry in manifest["files"]] if manifest else names_in(path)
 
     files, tensors, size = {}, {}, 0
     for name in names:
@@ -202,7 +215,7 @@ def inspect(path, full=False, seen=None, hashes=None):
 
     if INDEX in files:
         weight_map = read_json(os.path.join(path, INDEX), INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values() or [0]):
             raise ModelError(f"{INDEX} has no weight_map: copy it again")
         missing = sorted({shard for shard in weight_map.values() if shard not in tensors})
         if missing:
@@ -210,7 +223,7 @@ def inspect(path, full=False, seen=None, hashes=None):
         for tensor, shard in weight_map.items():
             if tensor not in tensors[shard]:
                 raise ModelError(f"{shard} lacks the tensor {tensor} that {INDEX} says it holds: copy both again")
-    elif not tensors and not any(name.endswith((".bin", ".pt", ".gguf")) for name in names):
+    elif not any(name.endswith((".safetensors", ".bin", ".pt", ".gguf")) and "/" not in name for name in names):
         raise ModelError("there are no weights in it (*.safetensors)")
 
     text = json.dumps(sorted(files.items()), separators=(",", ":"))
@@ -277,9 +290,12 @@ def check_listing(listing):
             isinstance(entry, dict)
             and isinstance(entry.get("name"), str)
             and safe_name(entry["name"])
-            and isinstance(entry.get("size"), int)
+            and not is_ours(entry["name"])
+            and type(entry.get("size")) is int
+            and entry["size"] >= 0
             for entry in files
         )
+        and len({entry["name"] for entry in files}) == len(files)
     )
 
 
@@ -298,8 +314,11 @@ def begin(folder, listing):
 def finish(folder, listing):
     """Everything is there and right: say so, last."""
     write_atomically(os.path.join(folder, MANIFEST), render(listing))
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, ARRIVING))
+    # What a killed run left beside the files is room for nothing.
+    leftovers = [f"{entry['name']}{end}" for entry in listing["files"] for end in (PART, UNPROVEN)]
+    for name in (ARRIVING, *leftovers):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
 
 
 def fault(folder, entry, full, seen=None):
@@ -373,16 +392,16 @@ def look(path, full=False, seen=None, verified=False):
 # ---------------------------------------------------------------- what to fetch
 
 
+def _matches(name, patterns):
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def wanted(names, ignore=()):
     """The files of a repository that an engine reads."""
-
-    def matches(name, patterns):
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    kept = [name for name in names if not matches(name, (*NEVER, *ignore)) and not is_ours(name)]
-    if any(name.endswith(".safetensors") for name in kept):
-        kept = [name for name in kept if not matches(name, OTHER_WEIGHTS)]
-    return kept
+    kept = [name for name in names if not _matches(name, (*NEVER, *ignore)) and not is_ours(name)]
+    # By folder: the safetensors of an adapter or a part are not the weights that lie elsewhere.
+    folders = {os.path.dirname(name) for name in kept if name.endswith(".safetensors")}
+    return [name for name in kept if not (os.path.dirname(name) in folders and _matches(name, OTHER_WEIGHTS))]
 
 
 def missing_bytes(folder, listing):
@@ -453,7 +472,7 @@ class Log:
     def __call__(self, text):
         for secret in self.secrets:
             text = text.replace(secret, "***")
-        text = re.sub(r"(://)[^/@\s]*@", r"\1***@", text)
+        text = re.sub(r"(://)[^/\s]*@", r"\1***@", text)
         with open(self.path, "a", encoding="utf-8") as stream:
             stream.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {text}\n")
 
@@ -515,24 +534,37 @@ class Progress:
 def locked(folder, log, patience=24 * 3600):
     """Only one run fills a folder; the file lies beside it, so that a folder being served holds nothing else."""
     prepare(os.path.dirname(folder))
-    path = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.lock")
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        deadline, told = time.monotonic() + patience, False
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    path = beside(folder, "lock")
+    deadline, told = time.monotonic() + patience, False
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who removed the revision meanwhile has removed its lock, too; the next one locks another file.
+            if os.fstat(handle).st_nlink:
                 break
-            except BlockingIOError:
-                if not told:
-                    log(f"waiting for another run that fills {folder}")
-                    told = True
-                if time.monotonic() > deadline:
-                    raise ModelError(f"another run has filled {folder} for more than {duration(patience)}") from None
-                time.sleep(0.5)
+            os.close(handle)
+            continue
+        except BlockingIOError:
+            os.close(handle)
+        except BaseException:
+            os.close(handle)
+            raise
+        if time.monotonic() >= deadline:
+            raise ModelError(f"another run fills {folder}" + (f" for {duration(patience)}" if patience else ""))
+        if not told:
+            log(f"waiting for another run that fills {folder}")
+            told = True
+        time.sleep(0.5)
+    try:
         yield handle
     finally:
         os.close(handle)
+
+
+def beside(folder, what):
+    """A name that belongs to a folder, but does not lie in it."""
+    return os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.{what}")
 
 
 # ---------------------------------------------------------------- revisions

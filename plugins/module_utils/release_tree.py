@@ -75,11 +75,20 @@ def replace_link(path, target):
     os.replace(partial, path)
 
 
-def switch(prefix, identity):
-    """Make a release the current one. `previous` is set first: it is what a rollback returns to."""
+def switch(prefix, identity, previous=None):
+    """Make a release the current one. `previous` is set first: it is what a rollback returns to.
+
+    Killed in between, both lead to one release, which is so at no other time. previous: what that link is to lead to
+    instead of the one that was current, or nothing.
+    """
     before = linked(prefix)
-    if before and before != identity:
-        replace_link(os.path.join(prefix, "previous"), os.path.join("releases", before))
+    link = os.path.join(prefix, "previous")
+    target = before if previous is None else previous
+    if target and target != identity:
+        replace_link(link, os.path.join("releases", target))
+    elif previous is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(link)
     replace_link(os.path.join(prefix, "current"), os.path.join("releases", identity))
     sync_folder(prefix)
 

@@ -82,27 +82,37 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def find(self, name, last):
-        """(open file, its size, whether it is complete) once it holds the byte `last`; None when it takes too long."""
+        """(open file, its size, whether it is complete) once it holds the byte `last`; None when it takes too long.
+
+        A file that may not be read is a PermissionError: that does not change by waiting.
+        """
         path = os.path.join(self.server.folder, name)
         deadline = time.monotonic() + self.server.patience
         while True:
-            for candidate, whole in ((f"{path}.part", False), (path, True)):
+            # The whole file first: who writes takes a wrong one away before its new part begins, so a part beside it
+            # is the leftover of a killed run, which never grows.
+            for candidate, whole in ((path, True), (f"{path}.part", False)):
                 try:
                     stream = open(candidate, "rb")  # noqa: SIM115 - closed by whoever gets it
+                except PermissionError:
+                    raise
                 except OSError:
                     continue
                 size = os.fstat(stream.fileno()).st_size
                 if whole or (last is not None and last < size):
                     return stream, size, whole
                 stream.close()
-                break  # a file that arrives counts, not an old one beside it
             if time.monotonic() > deadline:
                 return None
             time.sleep(LOOK)
 
     def send_file(self, name, body):
         asked = parse_range(self.headers.get("Range"))
-        found = self.find(name, asked[1] if asked else None)
+        try:
+            found = self.find(name, asked[1] if asked else None)
+        except PermissionError:
+            self.empty(403)
+            return
         if found is None:
             self.empty(503, ("Retry-After", "0"))
             return

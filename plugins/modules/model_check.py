@@ -141,8 +141,10 @@ def unreadable(path, names, user):
                 except OSError as error:
                     problem = f"{target}: {error.strerror}"
                     break
-            os.write(writer, problem.encode())
+        except BaseException as error:
+            problem = f"{path}: {error}"
         finally:
+            os.write(writer, problem.encode(errors="backslashreplace")[:4000])
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:

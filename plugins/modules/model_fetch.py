@@ -198,6 +198,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import tempfile
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, mirror, models
@@ -241,6 +242,8 @@ class Fetch:
                 f"model_store_token_file = {path} on {self.host} has the mode {stat.S_IMODE(mode):04o}, others can "
                 f"read the token: chmod 600 {path}"
             )
+        # A server may repeat it in what it answers.
+        self.module.no_log_values.add(token)
         return token
 
     def done(self, text):
@@ -299,10 +302,20 @@ class Fetch:
 
     def hub(self, model, listing=None, lock=None):
         """Run the part that needs huggingface_hub with the release's Python; its job goes through a pipe."""
-        params = self.params
         # In the archive that Ansible sends, or in the collection's folder.
         root = hub_program.__file__.split("/ansible_collections/", 1)[0]
-        home = os.path.join(params["store"], ".hub")
+        if lock is None:
+            with tempfile.TemporaryDirectory(prefix="ironrack-hub-") as home:
+                return self.hub_in(home, root, model, listing, [])
+        # On the disk of the model, which the library may have to move files to, and under the lock of its folder.
+        home = models.beside(model["path"], "hub")
+        try:
+            return self.hub_in(home, root, model, listing, [lock])
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+
+    def hub_in(self, home, root, model, listing, descriptors):
+        params = self.params
         environment = {
             "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": home,
@@ -337,15 +350,13 @@ class Fetch:
                 errors="replace",
                 env=environment,
                 check=False,
-                pass_fds=[lock] if lock is not None else [],
+                pass_fds=descriptors,
             )
         except OSError as error:
             raise models.ModelError(
                 f"{params['python']} does not run on {self.host} ({error.strerror}): playbooks/runtime.yml installs "
                 "the runtime first; a node without it cannot be model_store_builder"
             ) from None
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
         try:
             result = json.loads(done.stdout)
         except ValueError:
@@ -534,13 +545,19 @@ class Fetch:
         if models.in_use(path):
             self.warnings.append(f"{path} is not removed, a process on {self.host} still uses it")
             return
-        # The manifests first: what is left of a killed removal must not look complete.
-        for name in (models.MANIFEST, models.ARRIVING):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(path, name))
-        shutil.rmtree(path)
+        try:
+            with models.locked(path, self.log, patience=0):
+                # The manifests first: what is left of a killed removal must not look complete.
+                for name in (models.MANIFEST, models.ARRIVING):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(path, name))
+                shutil.rmtree(path)
+                shutil.rmtree(models.beside(path, "hub"), ignore_errors=True)
+                os.unlink(models.beside(path, "lock"))
+        except models.ModelError as error:
+            self.warnings.append(f"{path} is not removed: {error}")
+            return
         with contextlib.suppress(OSError):
-            os.unlink(os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.lock"))
             os.rmdir(os.path.dirname(path))
         self.done(f"removed the old revision {path}")
 

@@ -13,15 +13,16 @@ description:
     worked out on the controller from the lock file, the extra wheels, the Python and the paths, so the same inputs are
     the same release.
   - >-
-    V(inspected) only looks; it also tells what is no longer as it was built. V(built) makes the release on one node,
-    from the archive in the cache or from the package index, packs the archive for the others and serves it for a short
-    time. V(fetched) brings a node to the same release from that archive. V(repaired) writes the files again that are no
-    longer as they were built, each in one step, and leaves all others alone. V(current) proves that the release
-    imports, switches the C(current) link to it in one step and removes old releases.
+    V(inspected) only looks; it also tells what is no longer as it was built. V(built) makes the release on one
+    node, from the archive in the cache or from the package index, packs the archive for the others and serves it
+    for a short time. V(fetched) brings a node to the same release from that archive, and proves that it imports.
+    V(repaired) writes the files again that are no longer as they were built, each in one step, and leaves all
+    others alone. V(current) proves that the release imports, where V(fetched) did not just do so, switches the
+    C(current) link to it in one step and removes old releases.
   - >-
-    The marker C(release.json) is written last, when everything else is on disk. A folder without it is a leftover of a
-    killed run: it is wiped and made anew. A lock on the folder keeps two runs from building at once, also when the
-    first one lost its controller.
+    The marker C(release.json) is written last, when everything else is on disk. A folder without it is a leftover
+    of a killed run: it is wiped and made anew, unless it is in use: then it is repaired in its place. A lock on the
+    folder keeps two runs from building at once, also when the first one lost its controller.
   - What it does is logged on the node to O(log_path).
 author:
   - The ironrack authors
@@ -253,7 +254,7 @@ runtime:
   returned: O(state=inspected)
   type: dict
 restart:
-  description: Units that may have read a file while it was not as it was built.
+  description: Units that may have read a file while it was not as it was built; playbooks/serve.yml restarts them.
   returned: O(state=repaired)
   type: list
   elements: str
@@ -283,6 +284,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import http.client
 import json
 import os
 import platform
@@ -291,6 +293,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.parse
 import zipfile
@@ -316,6 +319,8 @@ DISTRIBUTION = re.compile(r"(vllm|ray|torch|nvidia_nccl_cu[0-9]+)-([^-]+)\.dist-
 PRINT_PYTHON = "import platform; print(platform.python_version())"
 # How many changed files are named; that of a release which somebody upgraded by hand would be thousands.
 NAMED_FILES = 100
+# How many of them on the screen.
+SHOWN_FILES = 20
 UV_WHEEL = "uv-{version}-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl"
 # A process's start is known to a hundredth of a second, the boot it is counted from to a second.
 CLOCK_SLACK = 1.0
@@ -327,6 +332,10 @@ class ReleaseError(Exception):
     """A problem whose text names what is wrong and what helps."""
 
 
+class BusyError(ReleaseError):
+    """Another run holds the lock."""
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -335,6 +344,14 @@ def wipe(path):
         os.unlink(path)
     elif os.path.isdir(path):
         shutil.rmtree(path)
+
+
+def is_named(path, handle):
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def existing_parent(path):
@@ -396,6 +413,7 @@ class Release:
         self.root = os.path.join(params["prefix"], "releases")
         self.path = os.path.join(self.root, self.id)
         self.link = os.path.join(params["prefix"], "current")
+        self.proof = os.path.join(self.root, f".{self.id}.proven")
         self.archives = os.path.join(params["cache_dir"], "releases")
         self.archive_path = os.path.join(self.archives, f"{self.id}.tar.zst")
         self.python = os.path.join(self.path, "bin", "python")
@@ -418,6 +436,13 @@ class Release:
 
     def is_current(self):
         return os.path.basename(self.linked()) == self.id
+
+    def used_by(self):
+        """Who would lose files if the folder were taken away: the link leads to it, or units run from it."""
+        if not os.path.isdir(self.path):
+            return []
+        units = release_tree.users(self.params["prefix"]).get(self.id, {})
+        return [*([self.link] if self.is_current() else []), *sorted(units)]
 
     def examine(self):
         """(what is no longer as it was built, the manifest or None when that itself is damaged)."""
@@ -544,13 +569,18 @@ class Release:
             while True:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
+                    if is_named(path, handle):
+                        break
+                    # Who held it has removed the file: the next run would make another one, and hold that.
+                    fresh = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                    os.dup2(fresh, handle)
+                    os.close(fresh)
                 except BlockingIOError:
-                    if not waited:
+                    if patience and not waited:
                         self.log(f"waiting for another run that holds {path}")
                         waited = True
-                    if time.monotonic() > deadline:
-                        raise ReleaseError(
+                    if time.monotonic() >= deadline:
+                        raise BusyError(
                             f"another run has held {path} for {patience} s; see {self.params['log_path']}"
                         ) from None
                     time.sleep(0.5)
@@ -587,8 +617,13 @@ class Release:
     # -- built
 
     def with_credentials(self, url):
+        """The URL with the login of the index or mirror that it is below of, or of another one on that server."""
         parts = urllib.parse.urlsplit(url)
-        userinfo = (self.params["credentials"] or {}).get(parts.netloc)
+        server = f"{parts.scheme}://{parts.netloc}/"
+        logins = self.params["credentials"] or {}
+        known = sorted((place for place in logins if f"{place}/".startswith(server)), key=len, reverse=True)
+        above = [place for place in known if f"{url}/".startswith(f"{place.rstrip('/')}/")]
+        userinfo = logins[(above or known)[0]] if known else ""
         return urllib.parse.urlunsplit(parts._replace(netloc=f"{userinfo}@{parts.netloc}")) if userinfo else url
 
     def index_environment(self):
@@ -672,10 +707,14 @@ class Release:
 
     def uv(self):
         """Path of a uv whose wheel has the pinned hash."""
+        folder = os.path.join(self.params["cache_dir"], "uv")
+        os.makedirs(folder, mode=0o755, exist_ok=True)
+        with self.locked(f"{folder}.lock"):  # another run may be building another release
+            return self.unpacked_uv(folder)
+
+    def unpacked_uv(self, folder):
         params = self.params
         name = UV_WHEEL.format(version=params["uv_version"])
-        folder = os.path.join(params["cache_dir"], "uv")
-        os.makedirs(folder, mode=0o755, exist_ok=True)
         wheel = os.path.join(folder, name)
         if not (os.path.exists(wheel) and file_sha256(wheel) == params["uv_sha256"]):
             self.fetch_uv(name, wheel)
@@ -712,7 +751,7 @@ class Release:
                 self.log(f"fetching {name}")
                 with self.read_index(link) as answer, open(partial, "wb") as stream:
                     shutil.copyfileobj(answer, stream, CHUNK)
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             if getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             raise ReleaseError(
@@ -940,6 +979,18 @@ class Release:
                 "Take a lock of that variant (python_env_lock)."
             )
 
+    def prove_here(self):
+        """Once on a way to the switch. Where it was built, it was proven before it was finished."""
+        marker, version = self.marker(), self.interpreter_version()
+        if (marker["built_on"], marker["python"]) == (socket.gethostname(), version):
+            return
+        proven = f"{marker.get('manifest_sha256')} {version}\n"
+        with contextlib.suppress(FileNotFoundError), open(self.proof, encoding="utf-8") as stream:
+            if stream.read() == proven:
+                return
+        self.prove()
+        write_atomically(self.proof, proven)
+
     def pack(self):
         """Write the archive, hashed on its way to the disk; returns its digests."""
         marker = self.marker()
@@ -962,33 +1013,49 @@ class Release:
         ]
         # Smaller than half of what goes in, as far as is known here.
         digests = fanout.Digests(fanout.piece_size(marker["bytes"] // 2))
-        with open(partial, "wb") as stream:
-            writer = subprocess.Popen(tar, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=self.lock_handles)
-            packer = subprocess.Popen(
-                ["zstd", "--quiet", "--stdout", "-T0", "-3"],
-                stdin=writer.stdout,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=self.lock_handles,
-            )
-            writer.stdout.close()
-            for block in iter(lambda: packer.stdout.read(CHUNK), b""):
-                digests.update(block)
-                stream.write(block)
-            stream.flush()
-            os.fsync(stream.fileno())
-            errors = writer.stderr.read().decode("utf-8", "replace") + packer.stderr.read().decode("utf-8", "replace")
-            if packer.wait() or writer.wait():
-                raise ReleaseError(f"packing {self.path} failed: {errors.strip()[-500:]}")
-        os.chmod(partial, 0o644)
-        os.replace(partial, self.archive_path)
+        try:
+            with open(partial, "wb") as stream:
+                self.compress(tar, lambda block: (digests.update(block), stream.write(block)))
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(partial, 0o644)
+            os.replace(partial, self.archive_path)
+        finally:
+            wipe(partial)  # what cannot be finished must not fill the disk
         entry = digests.entry(os.path.basename(self.archive_path))
         write_atomically(f"{self.archive_path}.sha256", f"{entry['sha256']}  {entry['name']}\n")
         self.done(f"packed {self.archive_path}: {entry['size'] / GIB:.2f} GiB, in {time.monotonic() - started:.0f} s")
         return entry
 
+    def compress(self, tar, take):
+        """Give what tar writes, compressed, to `take`; neither program outlives a failure: both hold the locks."""
+        zstd = ["zstd", "--quiet", "--stdout", "-T0", "-3"]
+        pipe, locks = subprocess.PIPE, self.lock_handles
+        with tempfile.TemporaryFile() as errors, contextlib.ExitStack() as programs:
+            started = []
+            for command in (tar, zstd):
+                source = started[-1].stdout if started else None
+                process = subprocess.Popen(command, stdin=source, stdout=pipe, stderr=errors, pass_fds=locks)
+                programs.enter_context(process)
+                programs.callback(process.kill)
+                started.append(process)
+            writer, packer = started
+            writer.stdout.close()
+            for block in iter(lambda: packer.stdout.read(CHUNK), b""):
+                take(block)
+            if packer.wait() or writer.wait():
+                errors.seek(0)
+                told = errors.read().decode("utf-8", "replace").strip()
+                raise ReleaseError(f"packing {self.path} failed: {told[-500:]}")
+
     def unpack(self, size):
-        """Unpack beside the final place, then rename: the release appears complete or not at all."""
+        """Unpack beside the final place, then rename: the release appears complete or not at all.
+
+        One that is in use, but lost its marker, is repaired in its place instead.
+        """
+        if self.used_by():
+            self.repair(contextlib.nullcontext)
+            return
         require_space([(self.root, size + ROOM_TO_SPARE // 4, "the release")], "Make room there and run again.")
         started = time.monotonic()
         folder = os.path.join(self.root, f".{self.id}.part")
@@ -1023,6 +1090,7 @@ class Release:
                 if entry:
                     self.unpack(4 * os.path.getsize(self.archive_path))
                 else:
+                    self.require_unused()
                     try:
                         self.build()
                     except (ReleaseError, conda_env.CondaError, OSError):
@@ -1048,6 +1116,22 @@ class Release:
         if self.params["serve"]:
             archive["url"] = self.serve()
         return {"archive": archive}
+
+    def require_unused(self):
+        """A build begins with an empty folder."""
+        users = self.used_by()
+        if users:
+            raise ReleaseError(
+                f"{self.path} on {socket.gethostname()} is used by {', '.join(users)}, but {MARKER} is lost there and "
+                "no whole archive is left to repair it from. Run without --limit, then a node with a whole copy helps. "
+                f"If none has one, {self.other_ways()}"
+            )
+
+    def other_ways(self):
+        return (
+            f"return to another release with playbooks/rollback.yml; or stop what uses it, remove {self.path} and "
+            "run again: it is built anew."
+        )
 
     def require_whole(self, known):
         """A damaged release must not be handed on. What this run has just made needs no second look."""
@@ -1080,6 +1164,8 @@ class Release:
 
     def fetched(self):
         if self.marker() is not None:
+            if not (self.module.check_mode or self.is_current()):
+                self.prove_here()
             return {}
         if self.module.check_mode:
             self.done(f"would fetch {self.path}")
@@ -1093,11 +1179,11 @@ class Release:
         if not self.conda:
             self.interpreter_version()
         with self.locked(os.path.join(self.root, f".{self.id}.lock")):
-            if self.marker() is not None:
-                return {}  # the run that held the lock has done it
-            with self.locked(self.archive_path + ".lock"):
-                self.fetch_archive()
-            self.unpack(int(source["unpacked_bytes"]))
+            if self.marker() is None:  # else the run that held the lock has done it
+                with self.locked(self.archive_path + ".lock"):
+                    self.fetch_archive()
+                self.unpack(int(source["unpacked_bytes"]))
+            self.prove_here()  # before any node switches
         return {}
 
     def fetch_archive(self):
@@ -1158,34 +1244,55 @@ class Release:
             findings, _entries = self.examine()
             for line in findings.lines()[:NAMED_FILES]:
                 self.done(f"would repair: {line}")
-            return {"restart": []}
+            late = self.started_since(release_tree.since(self.path, findings)) if self.is_current() else []
+            self.show("would repair", findings, late)
+            return {"restart": late}
         self.prepare_folders()
         with self.locked(os.path.join(self.root, f".{self.id}.lock")):
-            findings, entries = self.examine()
-            side = os.path.join(self.root, f".{self.id}.part")
-            began = release_tree.since(self.path, findings)
-            try:
-                findings = self.mend(side, findings, entries)
-            finally:
-                wipe(side)
-            sync_file_system(self.path)
-            left = release_tree.examine(self.path)
-            if left:
-                raise ReleaseError(f"{self.path} could not be repaired: {'; '.join(left.lines()[:5])}")
-            for line in findings.lines()[:NAMED_FILES]:
-                self.done(f"repaired: {line}")
-            if len(findings.paths()) > NAMED_FILES:
-                self.done(f"repaired: {len(findings.paths())} files in all")
-            return {"restart": self.mark_for_restart(began)}
+            return {"restart": self.repair(self.archive_at_hand)}
 
-    def mend(self, side, findings, entries):
+    def repair(self, archive):
+        """Returns the units to restart. archive: context in which the archive is there, entered if it is needed."""
+        findings, entries = self.examine()
+        side = os.path.join(self.root, f".{self.id}.part")
+        began = release_tree.since(self.path, findings)
+        try:
+            findings = self.mend(side, findings, entries, archive)
+        finally:
+            wipe(side)
+        sync_file_system(self.path)
+        left = release_tree.examine(self.path)
+        if left:
+            raise ReleaseError(f"{self.path} could not be repaired: {'; '.join(left.lines()[:5])}")
+        for line in findings.lines()[:NAMED_FILES]:
+            self.done(f"repaired: {line}")
+        if len(findings.paths()) > NAMED_FILES:
+            self.done(f"repaired: {len(findings.paths())} files in all")
+        late = self.mark_for_restart(began)
+        self.show("repaired", findings, late if self.is_current() else [])
+        return late
+
+    def show(self, what, findings, late):
+        """On the screen of whoever runs the playbook; the log has more of it."""
+        host, lines = socket.gethostname(), findings.lines()
+        for line in lines[:SHOWN_FILES]:
+            self.module.warn(f"{host}: {what}: {line}")
+        if len(lines) > SHOWN_FILES:
+            self.module.warn(f"{host}: {what}: {len(lines)} files in all, see {self.params['log_path']}")
+        if late:
+            self.module.warn(
+                f"{host}: {', '.join(late)} started when the release was not as it was built, and may run what is no "
+                "longer there: playbooks/serve.yml (part of site.yml) restarts it"
+            )
+
+    def mend(self, side, findings, entries, archive):
         """Put right what was found, and return what that was. Only what differs is written."""
         wipe(side)
         needed = release_tree.restorable(self.path, entries, findings) if entries is not None else []
         if not (needed or entries is None or self.is_another_build()):
             release_tree.restore(self.path, entries, findings, [], side)
             return findings
-        with self.archive_at_hand():
+        with archive():
             findings, entries, needed = self.bring(side, findings, entries, needed)
             root = os.path.join(side, self.id)
             release_tree.restore(self.path, entries, findings, needed, root)
@@ -1200,10 +1307,7 @@ class Release:
     def archive_at_hand(self):
         """The archive, from this node's cache or from the node that offers it."""
         if not (self.params["source"] or {}).get("file"):
-            raise ReleaseError(
-                f"{self.path} is damaged and no other node offered a whole copy. Return to another release with "
-                f"playbooks/rollback.yml; or stop what uses it, remove {self.path} and run again: it is built anew."
-            )
+            raise ReleaseError(f"{self.path} is damaged and no other node offered a whole copy: {self.other_ways()}")
         with self.locked(self.archive_path + ".lock"):
             self.fetch_archive()
             yield
@@ -1246,12 +1350,15 @@ class Release:
 
         The others go on as they are. The roles restart a unit that is older than the link, so the link is made anew.
         """
-        units = release_tree.users(self.params["prefix"]).get(self.id, {})
-        late = sorted(unit for unit, start in units.items() if start >= began - CLOCK_SLACK)
+        late = self.started_since(began)
         if late and self.is_current():
             release_tree.replace_link(self.link, os.path.join("releases", self.id))
             self.log(f"to be restarted: {', '.join(late)}")
         return late
+
+    def started_since(self, began):
+        units = release_tree.users(self.params["prefix"]).get(self.id, {})
+        return sorted(unit for unit, start in units.items() if start >= began - CLOCK_SLACK)
 
     # -- current
 
@@ -1271,27 +1378,40 @@ class Release:
 
         keep = max(self.params["keep"], 1)
         releases = [identity for identity in newest_first(self.root, r"([0-9a-f]{16})") if identity != self.id]
-        if len(releases) >= keep:
-            prefix = self.params["prefix"]
+        for identity in releases[keep - 1 :]:
+            prefix, folder = self.params["prefix"], os.path.join(self.root, identity)
             # Whatever runs, and what a rollback would return to.
             used = {*release_tree.users(prefix), release_tree.linked(prefix), release_tree.linked(prefix, "previous")}
-            for identity in releases[keep - 1 :]:
-                if identity not in used:
-                    with self.locked(os.path.join(self.root, f".{identity}.lock")):
-                        # the marker first: what is left of a killed removal must not look complete
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(os.path.join(self.root, identity, MARKER))
-                        wipe(os.path.join(self.root, identity))
-                        os.unlink(os.path.join(self.root, f".{identity}.lock"))
-                    self.done(f"removed the old release {identity}")
+            # the marker first: what is left of a killed removal must not look complete
+            if identity not in used and self.remove(f".{identity}.lock", os.path.join(folder, MARKER), folder):
+                self.done(f"removed the old release {identity}")
         archives = [
             identity for identity in newest_first(self.archives, r"([0-9a-f]{16})\.tar\.zst") if identity != self.id
         ]
         for identity in archives[keep - 1 :]:
-            for suffix in (".tar.zst", ".tar.zst.sha256", ".tar.zst.lock"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self.archives, identity + suffix))
-            self.done(f"removed the old archive {identity}")
+            archive = os.path.join(self.archives, f"{identity}.tar.zst")
+            if self.remove(f"{archive}.lock", archive, f"{archive}.sha256"):
+                self.done(f"removed the old archive {identity}")
+        for folder, pattern in (
+            (self.root, r"(\.[0-9a-f]{16})\.(?:part|proven)"),
+            (self.archives, r"([0-9a-f]{16}\.tar\.zst)\.(?:part|unproven)"),
+        ):
+            for name in os.listdir(folder) if os.path.isdir(folder) else []:
+                match = re.fullmatch(pattern, name)
+                path = os.path.join(folder, name)
+                if match and self.remove(os.path.join(folder, f"{match[1]}.lock"), path):
+                    self.done(f"removed {path}, which a killed run left")
+
+    def remove(self, lock, *paths):
+        """Take away what no other run is making or handing on right now; whether it did."""
+        lock = os.path.join(self.root, lock)
+        try:
+            with self.locked(lock, patience=0):
+                for path in (*paths, lock):
+                    wipe(path)
+        except BusyError:
+            return False
+        return True
 
     def make_current(self):
         previous = self.linked()
@@ -1306,10 +1426,9 @@ class Release:
         if self.marker() is None:
             raise ReleaseError(f"{self.path} is not complete; {self.link} stays at {previous or 'nothing'}")
         self.forget_archive()
-        marker = self.marker()
-        if (marker["built_on"], marker["python"]) != (socket.gethostname(), self.interpreter_version()):
-            self.prove()  # where it was built it was proven before it was finished
+        self.prove_here()
         release_tree.switch(self.params["prefix"], self.id)
+        wipe(self.proof)
         self.done(f"switched {self.link} from {previous or 'nothing'} to releases/{self.id}")
         self.collect_garbage()
         return {"diff": diff}

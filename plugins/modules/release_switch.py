@@ -11,7 +11,7 @@ description:
   - V(checked) lists the releases that the module M(ironrack.vllm.release) left on this node, and looks whether the one
     asked for is complete and as it was built, by size, time, mode and owner of every file. It changes nothing.
   - V(switched) points the link C(current) to it in one step. Nothing is restarted. The link C(previous) remembers what
-    was current before.
+    was current before, unless O(previous) says otherwise.
 author:
   - The ironrack authors
 options:
@@ -24,6 +24,11 @@ options:
     description: Id of the release. Empty with O(state=checked) means the one that was current before.
     type: str
     default: ""
+  previous:
+    description: >-
+      With O(state=switched), id that C(previous) is to lead to, to undo a switch as if it had not been. Empty removes
+      the link.
+    type: str
   prefix:
     description: Folder that holds C(releases) and the links.
     type: path
@@ -61,6 +66,10 @@ before:
   description: Id of the release that is current, or was before it was switched. Empty where there is none.
   returned: always
   type: str
+previous:
+  description: Id of the release that C(previous) leads to, or led to before the switch. Empty where there is none.
+  returned: always
+  type: str
 """
 
 import os
@@ -93,19 +102,21 @@ def main():
         argument_spec={
             "state": {"type": "str", "required": True, "choices": ["checked", "switched"]},
             "release": {"type": "str", "default": ""},
+            "previous": {"type": "str"},
             "prefix": {"type": "path", "default": "/opt/ironrack"},
         },
         required_if=[("state", "switched", ["release"])],
         supports_check_mode=True,
     )
     prefix, before = module.params["prefix"], release_tree.linked(module.params["prefix"])
-    wanted = module.params["release"] or release_tree.linked(prefix, "previous")
+    previous = release_tree.linked(prefix, "previous")
+    wanted = module.params["release"] or previous
     releases = release_tree.installed(prefix)
     for release in releases:
         looked_at = release["id"] == wanted and release["complete"]
         path = os.path.join(prefix, "releases", release["id"])
         release["damage"] = damage(path)[:NAMED_FILES] if looked_at and module.params["state"] == "checked" else []
-    result = {"changed": False, "releases": releases, "before": before}
+    result = {"changed": False, "releases": releases, "before": before, "previous": previous}
     if module.params["state"] == "switched" and before != wanted:
         if not any(release["id"] == wanted and release["complete"] for release in releases):
             module.fail_json(
@@ -114,7 +125,7 @@ def main():
                 **result,
             )
         if not module.check_mode:
-            release_tree.switch(prefix, wanted)
+            release_tree.switch(prefix, wanted, module.params["previous"])
         link = f"{prefix}/current"
         result["changed"] = True
         result["diff"] = {

@@ -8,7 +8,8 @@ X-Repo-Commit, a redirect to another place for files in LFS, ranges, and the err
 FOLDER, read at each request, makes it fail:
 
     {"gated": true, "token": "hf_x", "limit": {"count": 2, "after": 1}, "cut": {"model-1.safetensors": 1000},
-     "wrong": ["model-2.safetensors"], "slow": 1000000}
+     "wrong": ["model-2.safetensors"], "slow": 1000000, "told": {"config.json": {"blobId": null}}, "sha": "<commit>",
+     "echo": true}
 """
 
 from __future__ import annotations
@@ -128,6 +129,9 @@ def handler(state: State) -> type[http.server.BaseHTTPRequestHandler]:
             """The folder of the revision, once the errors that stand before it are answered."""
             faults = state.faults
             given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+            if faults.get("echo"):
+                self.fail(403, "", f"the token {given} may not")
+                return None
             if given and "token" in faults and given != faults["token"]:
                 self.fail(401, "", "Invalid credentials in Authorization header")
                 return None
@@ -157,8 +161,9 @@ def handler(state: State) -> type[http.server.BaseHTTPRequestHandler]:
                     if len(data) >= LFS_FROM:
                         digest = hashlib.sha256(data).hexdigest()
                         entry |= {"lfs": {"sha256": digest, "size": len(data), "pointerSize": 130}}
-                siblings.append(entry)
-            answer = {"_id": "0", "id": repo, "modelId": repo, "sha": commit_of(folder), "siblings": siblings}
+                siblings.append(entry | state.faults.get("told", {}).get(entry["rfilename"], {}))
+            commit = state.faults.get("sha") or commit_of(folder)
+            answer = {"_id": "0", "id": repo, "modelId": repo, "sha": commit, "siblings": siblings}
             answer |= {"private": False, "tags": [], "downloads": 0, "likes": 0}
             text = json.dumps(answer).encode()
             self.send_response(200)

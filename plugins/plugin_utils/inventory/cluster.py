@@ -23,7 +23,15 @@ from ..planner.plan import natural_key, plan
 from ..planner.report import render_report
 from ..planner.serve_args import serve_args, versions
 from .contract import CONTRACT, SITE
-from .model_files import ConfigFile, check_model, check_trust, draft_place, fetched_model, model_path
+from .model_files import (
+    ConfigFile,
+    check_model,
+    check_trust,
+    draft_place,
+    fetched_model,
+    model_path,
+    moving_revision,
+)
 from .validate import Problem, check_host_names, not_set, show
 
 # Variables of the role ray that the plan reads, with their defaults there: ports that Ray listens on.
@@ -814,8 +822,13 @@ class Builder:
     ) -> dict[str, Any]:
         spec = engine.spec
         path = str(model_path(spec["model"], SITE["state_dir"]))
-        if not spec["model"].get("path") and not spec["model"].get("revision"):
-            self.warnings.append(f"{engine.name}: model.revision is not pinned; main may change under you")
+        if moving := moving_revision(spec["model"]):
+            given = f"is {moving}" if spec["model"].get("revision") else f"is not set, which means {moving}"
+            self.warnings.append(
+                f"{engine.name}: model.revision {given}: the nodes keep the commit to which it leads at the first "
+                "fetch, and other sites may get another one. Pin it: set model.revision to that commit (40 hexadecimal "
+                "digits)"
+            )
         replicas: list[dict[str, Any]] = []
         for replica in engine.replicas:
             url = f"http://{_endpoint(addresses[replica.api] or '127.0.0.1', engine.port + replica.offset)}"

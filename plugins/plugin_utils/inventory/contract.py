@@ -48,7 +48,10 @@ _INSTANCE: Spec = {
                 "type": "str",
                 "description": "Repository on the hub, C(org/name). Fetched when C(path) is left out (docs/models.md).",
             },
-            "revision": {"type": "str", "description": "Commit of the repository; pin it."},
+            "revision": {
+                "type": "str",
+                "description": "Commit of the repository, all 40 digits; a branch is warned of.",
+            },
             "config": {
                 "description": (
                     "The model's config.json for the planner: a path on the controller (relative to the inventory), "

@@ -198,6 +198,12 @@ LIMITS: dict[str, Spec] = {
         "remedy": "give 16 characters or more and no white space, or leave it empty to have one made",
     },
     "ray_wait_timeout": _SECONDS,
+    "rollback_release": {
+        "pattern": r"([0-9a-f]{16})?",
+        "problem": "is no id of a release",
+        "remedy": "give its 16 hexadecimal digits, as ironrack-release list prints them on a node, or leave it out for "
+        "the one before",
+    },
     "ssh_confirm_seconds": _CONFIRM,
     "ssh_known_hosts_file": {
         # Beside it, the role keeps a file node_keys.

@@ -13,9 +13,13 @@ from ..planner.model import load_config
 from .validate import Problem, not_set, show
 
 MODELS_DIR = "models"
-_REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-_REVISION = re.compile(r"^[A-Za-z0-9][\w.-]*$")
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REVISION = re.compile(r"[A-Za-z0-9][\w.-]*")
+# A folder, no part of which is empty, `.` or `..`.
+_PATH = re.compile(r"(?!.*/\.{1,2}(/|$))(/[^/\s\"'$%\\\0]+)+/?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Git's own abbreviations have seven digits and more.
+_SHORT = re.compile(r"[0-9a-f]{7,39}")
 
 
 class ConfigFile(dict[str, Any]):
@@ -48,23 +52,41 @@ def check_model(variable: str, model: Mapping[str, Any]) -> list[Problem]:
             )
         ]
     problems = []
-    if path and (not str(path).startswith("/") or ".." in str(path).split("/") or re.search(r"[\s\"'$%\\]", str(path))):
+    if path and not _PATH.fullmatch(str(path)):
         problems.append(
             Problem(
                 "",
                 f"{variable}.path",
                 show(path),
-                "is not an absolute path without spaces, quotes and '..'",
+                "is not an absolute path without spaces, quotes, '..', '.' and empty parts",
                 "give the absolute path of the model's folder, for example /data/models/llama",
             )
         )
-    if repo and not _REPO.match(str(repo)):
+    if repo and not _REPO.fullmatch(str(repo)):
         problems.append(
             Problem("", f"{variable}.repo", show(repo), "is not a repository of the form org/name", "correct it")
         )
     revision = model.get("revision")
-    if revision and not _REVISION.match(str(revision)):
-        problems.append(Problem("", f"{variable}.revision", show(revision), "is not a revision", "give a commit"))
+    if revision and not _REVISION.fullmatch(str(revision)):
+        problems.append(
+            Problem(
+                "",
+                f"{variable}.revision",
+                show(revision),
+                "is not a revision that can be the name of a folder",
+                "give a commit; of a branch with a slash in its name, the commit to which it leads",
+            )
+        )
+    elif _SHORT.fullmatch(str(revision or "")):
+        problems.append(
+            Problem(
+                "",
+                f"{variable}.revision",
+                show(revision),
+                "is the short form of a commit, which may come to mean several",
+                "give all 40 hexadecimal digits, as the repository's list of commits shows them",
+            )
+        )
     return problems
 
 
@@ -73,6 +95,12 @@ def fetched_model(model: Mapping[str, Any]) -> dict[str, str] | None:
     if model.get("path") or not model.get("repo"):
         return None
     return {"repo": str(model["repo"]), "revision": str(model.get("revision") or "main")}
+
+
+def moving_revision(model: Mapping[str, Any]) -> str:
+    """The branch or tag that a model is fetched from; empty where it is a commit, or nothing is fetched."""
+    fetched = fetched_model(model)
+    return "" if fetched is None or _COMMIT.fullmatch(fetched["revision"]) else fetched["revision"]
 
 
 def trusts_remote_code(spec: Mapping[str, Any]) -> bool:
@@ -126,7 +154,7 @@ def draft_place(spec: Mapping[str, Any]) -> dict[str, str] | None:
     if name.startswith("/"):
         # The name of the file beside the inventory has no leading underscores.
         return {"path": name, "repo": name.strip("/")}
-    return {"repo": name} if _REPO.match(name) else None
+    return {"repo": name} if _REPO.fullmatch(name) else None
 
 
 def find_config(

@@ -16,11 +16,14 @@ from .contract import CONTRACT, FOREIGN_PREFIXES, MAGIC, OWNED_ENVIRONMENT, SWIT
 
 MINIMUM_CORE = (2, 19)
 MINIMUM_PYTHON = (3, 11)
+# Pythons whose conda lock ships with the role python_env.
+CONDA_PYTHONS = ("3.12",)
 
 _SECRET = re.compile(r"(token|password|passwd|secret|credential|private|api[_-]?key)", re.IGNORECASE)
-# Counts of a model's tokens, and what makes them.
+# Counts of a model's tokens, what makes them, and the file that a secret is in.
 _NO_SECRET = re.compile(
-    r"(num|max|spec|speculative)[_-]([a-z]+[_-])*tokens(?![a-z])|token[_-]threshold|tokeni[sz]er", re.IGNORECASE
+    r"(num|max|spec|speculative)[_-]([a-z]+[_-])*tokens(?![a-z])|token[_-]threshold|tokeni[sz]er|\w+_file$",
+    re.IGNORECASE,
 )
 # Bridges and links that belong to containers and virtual machines; no other node is behind them.
 _CONTAINER_INTERFACE = re.compile(
@@ -35,6 +38,8 @@ _RESERVED_NAME = re.compile(r"(localhost[46]?|broadcasthost|ip6-[a-z0-9-]+)(\..*
 _ENVIRONMENT_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _ANY = r"(?s).*"
 _SHOWN = 120
+# Of a URL, however it is misspelt: a password may hold slashes, spaces and an @.
+_LOGIN = re.compile(r"(?<=://)[^\"]*@")
 _NOT_SET = object()
 
 
@@ -64,8 +69,9 @@ def show(value: Any, variable: str = "", hidden: bool = False) -> str:
     if hidden or _is_secret(variable):
         return "(hidden)"
     text = value if isinstance(value, str) else json.dumps(_masked(value), default=str, ensure_ascii=False)
+    text = _LOGIN.sub("***@", text)
     if isinstance(value, str) and (not value or value != value.strip()):
-        text = repr(value)
+        text = _LOGIN.sub("***@", repr(value))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
@@ -195,6 +201,8 @@ def validate(
         values[host] = checked
     problems += _duplicate_addresses(values)
     problems += _without_lock(values, names or {})
+    problems += _without_conda_lock(values, names or {})
+    problems += _two_tokens(values)
     problems += _without_keys(values, names or {})
     problems += _unknown_builder(values)
     return Checked(list(dict.fromkeys(problems)), values)
@@ -214,6 +222,39 @@ def _without_lock(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, I
             )
 
 
+def _without_conda_lock(
+    values: Mapping[str, Mapping[str, Any]], names: Mapping[str, Iterable[str]]
+) -> Iterator[Problem]:
+    """A Python for which no conda lock ships. Templates of the method and of the lock's path count as right."""
+    for host, variables in values.items():
+        python = str(variables.get("python_env_python") or "")
+        if not python or ".".join(python.split(".")[:2]) in CONDA_PYTHONS or variables.get("python_env_conda_lock"):
+            continue
+        templates = {"python_env_method", "python_env_conda_lock"} & set(names.get(host, ())) - set(variables)
+        if variables.get("python_env_method", "conda") == "conda" and not templates:
+            yield Problem(
+                host,
+                "python_env_python",
+                show(python),
+                "no conda lock ships for it, and python_env_conda_lock is empty",
+                f"set it to {' or '.join(CONDA_PYTHONS)} (in quotes), give a lock of your own in "
+                "python_env_conda_lock, or set python_env_method to venv",
+            )
+
+
+def _two_tokens(values: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """The hub's token, given in both ways."""
+    for host, variables in values.items():
+        if variables.get("model_store_token") and variables.get("model_store_token_file"):
+            yield Problem(
+                host,
+                "model_store_token_file",
+                show(variables["model_store_token_file"], "model_store_token_file"),
+                "model_store_token is set too, and only one of them can count",
+                "leave one of the two out",
+            )
+
+
 def _without_keys(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, Iterable[str]]) -> Iterator[Problem]:
     """All keys of the user of Ansible removed, and none put there. A template of the list counts as given."""
     for host, variables in values.items():
@@ -230,17 +271,18 @@ def _without_keys(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, I
 
 
 def _unknown_builder(values: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """A node that is to fetch the models, and is none."""
+    """A node that is to fetch for the others, and is none."""
     for host, variables in values.items():
-        builder = variables.get("model_store_builder")
-        if builder and builder not in values:
-            yield Problem(
-                host,
-                "model_store_builder",
-                show(builder),
-                "is no host of the inventory",
-                _suggest(builder, values) or "name a node that gets the runtime, or leave it out",
-            )
+        for name in ("model_store_builder", "python_env_builder"):
+            builder = variables.get(name)
+            if builder and builder not in values:
+                yield Problem(
+                    host,
+                    name,
+                    show(builder),
+                    "is no host of the inventory",
+                    _suggest(builder, values) or "name a node that gets the runtime, or leave it out",
+                )
 
 
 def is_foreign(name: str) -> bool:

@@ -22,6 +22,7 @@ LIST = "artifacts.json"
 FORMAT = 1
 # In the folder; its release is not in the name, which role python_env looks for.
 MINIFORGE = "tools/Miniforge3-Linux-x86_64.sh"
+MANIFEST = "ironrack-model.json"
 UNKNOWN = "unknown"
 KINDS = ("wheel", "tool", "conda", "apt", "apt-index", "model")
 # Bases of the main archives, and what the files of a component are licensed under as far as an index tells.
@@ -71,6 +72,22 @@ class Artifact:
     # Who asks for it: the distribution of a node, an instance, a variant.
     wanted_by: str = ""
     note: str = ""
+    # Git's name of the content, where a hub tells no sha256.
+    git: str = ""
+
+    def __post_init__(self) -> None:
+        if self.file and not inside(self.file):
+            raise ArtifactError(
+                f"{self.url} would lie at {self.file!r}, which is no path inside of the folder. The place that names "
+                "it so is wrong or not what it seems: correct the variable that leads there (model.repo, HF_ENDPOINT, "
+                "python_env_index_url, nvidia_driver_mirror, a lock), or leave it out"
+            )
+
+
+def inside(name: str) -> bool:
+    """Whether a name that came from outside stays in the folder."""
+    parts = name.split("/")
+    return name.isprintable() and "\\" not in name and not any(part in ("", ".", "..") for part in parts)
 
 
 # --- wheels -------------------------------------------------------------------------------------------------------
@@ -227,10 +244,23 @@ def model_artifacts(repo: str, revision: str, told: Mapping[str, Any] | None, en
                 size=int(item.get("size") or lfs.get("size") or 0),
                 sha256=str(lfs.get("sha256") or ""),
                 licence=licence,
-                note="" if lfs.get("sha256") else "the hub tells no sha256 of small files",
+                git="" if lfs.get("sha256") else str(item.get("blobId") or ""),
             )
         )
     return found
+
+
+def manifests(items: Iterable[Artifact]) -> dict[str, str]:
+    """What a mirror says of its models, by file: names, sizes and hashes, in the form that nodes keep, too."""
+    found: dict[str, dict[str, Any]] = {}
+    for item in items:
+        if item.kind != "model" or not item.file:
+            continue
+        revision, name = item.file.removeprefix(f"models/{item.name}/").split("/", 1)
+        begun: dict[str, Any] = {"repo": item.name, "revision": revision, "commit": item.version, "files": []}
+        listing = found.setdefault(f"models/{item.name}/{revision}/{MANIFEST}", begun)
+        listing["files"].append({"name": name, "size": item.size, "sha256": item.sha256})
+    return {file: json.dumps(listing, indent=1, sort_keys=True) + "\n" for file, listing in found.items()}
 
 
 # --- the list -----------------------------------------------------------------------------------------------------
@@ -292,6 +322,12 @@ def human(size: int) -> str:
     return f"{value:.1f} GiB"
 
 
+def total(artifacts: Sequence[Artifact]) -> str:
+    """Number and size, as far as that is known."""
+    least = "" if all(item.size for item in artifacts) else "at least "
+    return f"{len(artifacts)} files, {least}{human(sum(item.size for item in artifacts))}"
+
+
 def table(artifacts: Sequence[Artifact], missing: Sequence[str], remarks: Sequence[str]) -> str:
     """The list for people: a row a file, and sums a kind."""
     head = ("KIND", "NAME", "VERSION", "SIZE", "SHA256", "LICENCE", "URL")
@@ -316,7 +352,7 @@ def table(artifacts: Sequence[Artifact], missing: Sequence[str], remarks: Sequen
     for kind in KINDS:
         of_kind = [item for item in artifacts if item.kind == kind]
         if of_kind:
-            lines.append(f"{kind}: {len(of_kind)} files, {human(sum(item.size for item in of_kind))}")
-    lines.append(f"together: {len(artifacts)} files, {human(sum(item.size for item in artifacts))}")
+            lines.append(f"{kind}: {total(of_kind)}")
+    lines.append(f"together: {total(artifacts)}")
     lines += [f"NOT IN THIS LIST: {text}" for text in missing]
     return "\n".join([*lines, *(f"note: {remark}" for remark in remarks)])

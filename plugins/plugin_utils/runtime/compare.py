@@ -94,6 +94,15 @@ def _old_drivers(found: Mapping[str, Found], variant: str) -> list[str]:
 
 # ---------------------------------------------------------------- rollback
 
+_ABSENT = (
+    "Name one that every node has, or put back in the inventory what that release was made from and run site.yml, "
+    "which builds or fetches it"
+)
+_DAMAGED = (
+    "Name another, or put back in the inventory what that release was made from and run playbooks/runtime.yml, which "
+    "repairs it"
+)
+
 
 def rollback_plan(found: Mapping[str, Sequence[Found]], wanted: str, planned_version: str) -> dict[str, Any]:
     """The release that every node can go to (`release`), or why there is none (`problems`), and how to stay on it.
@@ -109,12 +118,12 @@ def rollback_plan(found: Mapping[str, Sequence[Found]], wanted: str, planned_ver
             release = next((item for item in releases if item["id"] == target), None)
             there = f"there: {_listed(releases)}"
             if release is None:
-                problems.append(f"{node} does not have the release {target}; {there}")
+                problems.append(f"{node} does not have the release {target}; {there}. {_ABSENT}")
             elif not release["complete"]:
-                problems.append(f"the release {target} on {node} is not complete; {there}")
+                problems.append(f"the release {target} on {node} is not complete; {there}. {_ABSENT}")
             elif release["damage"]:
                 named = "; ".join(release["damage"][:3])
-                problems.append(f"{node} has the release {target} not as it was built ({named}); {there}")
+                problems.append(f"{node} has the release {target} not as it was built ({named}); {there}. {_DAMAGED}")
             chosen = release or chosen
     if not problems:
         version, planned = _vllm(chosen), planned_version.split("+", maxsplit=1)[0]
@@ -124,16 +133,39 @@ def rollback_plan(found: Mapping[str, Sequence[Found]], wanted: str, planned_ver
                 f"units' command lines would be written: run again with -e rollback_release={target} "
                 f"-e python_env_vllm_version={version}"
             )
+    already = not problems and all(
+        _first(item["id"] for item in each if item["current"]) == target for each in found.values()
+    )
     return {
         "release": "" if problems else target,
+        "already": already,
         "problems": problems,
-        "stay": [] if problems else _stay(chosen),
+        "stay": [] if problems else _stay(chosen, already),
     }
 
 
 def _previous(found: Mapping[str, Sequence[Found]], problems: list[str]) -> str:
     before = {node: _first(item["id"] for item in releases if item["previous"]) for node, releases in found.items()}
+    # Both links lead to one release only where a switch was killed between the two.
+    halved = [
+        node for node, releases in found.items() if any(item["previous"] and item["current"] for item in releases)
+    ]
+    if halved:
+        problems.extend(
+            f"a switch of {node} was interrupted, so what was current before is not known there; there: "
+            f"{_listed(found[node])}. Name the release to return to with -e rollback_release=ID"
+            for node in halved
+        )
+        return ""
     without = [node for node, identity in before.items() if not identity]
+    alone = [node for node in without if not any(item["complete"] and not item["current"] for item in found[node])]
+    if alone:
+        problems.append(
+            f"there is no other release on {', '.join(alone[:5])}{f' and {len(alone) - 5} more' if alone[5:] else ''}, "
+            f"so nothing to return to; there: {_listed(found[alone[0]])}. To run another one, change the inventory "
+            "(python_env_vllm_version, python_env_lock, python_env_wheels) and run site.yml"
+        )
+        return ""
     if without:
         problems.extend(
             f"{node} was never switched from one release to another; there: {_listed(found[node])}. "
@@ -169,12 +201,15 @@ def _listed(releases: Sequence[Found]) -> str:
     return "; ".join(f"{item['id']} ({marks(item)})" for item in releases) or "nothing"
 
 
-def _stay(release: Found) -> list[str]:
+def _stay(release: Found, already: bool) -> list[str]:
     inputs = release["inputs"]
     python = ".".join(str(inputs.get("python")).split(".")[:2])
     return [
-        f"All nodes run release {release['id']} now. What the inventory asks for is another one: the next site.yml or "
-        "runtime.yml goes forward to it again.",
+        f"All nodes were at release {release['id']} before this run, and are. If the inventory asks for another one, "
+        "the next site.yml or runtime.yml goes to that."
+        if already
+        else f"All nodes run release {release['id']} now. What the inventory asks for is another one: the next "
+        "site.yml or runtime.yml goes forward to it again.",
         "To stay, bring back in the inventory what this release was made from:",
         f'python_env_vllm_version: "{_vllm(release)}"',
         f"python_env_variant: {inputs.get('variant')}",

@@ -14,8 +14,9 @@ from .lock import RuntimeInputError, normalize
 
 SUBDIRS = ("linux-64", "noarch")
 # What the hashed wheel lock brings. From conda as well there would be two of it, and the wrong one might be imported.
-_TORCH = ("pytorch", "torch", "libtorch", "pytorch-gpu", "pytorch-cpu", "torchvision", "torchaudio")
-WHEELS_ONLY = frozenset((*_TORCH, "transformers", "vllm", "ray", "ray-core", "ray-default"))
+# The first word of a name counts: pytorch-gpu, libtorch-cuda, ray-core.
+_TORCH = ("pytorch", "torch", "libtorch", "torchvision", "torchaudio", "triton")
+WHEELS_ONLY = frozenset((*_TORCH, "transformers", "vllm", "ray"))
 MARK = "@EXPLICIT"
 
 _LINE = re.compile(r"^(?P<url>[a-z][a-z0-9+.-]*://[^\s#]+)#(?P<hash>\S+)$")
@@ -72,11 +73,17 @@ def _package(line: str, source: str) -> Package:
     if digest is None:
         reason = "has an md5, which proves nothing today" if _MD5.match(match["hash"]) else "has no sha256"
         raise RuntimeInputError(f"{source}: {url} {reason}. Every line needs `#<sha256>`, 64 hex digits. {REMEDY}")
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise RuntimeInputError(f"{source}: {url} is no URL ({error}). {REMEDY}") from None
     folders = parts.path.split("/")
-    file_name = urllib.parse.unquote(folders[-1])
+    plain = [urllib.parse.unquote(folder) for folder in folders]
+    file_name = plain[-1]
     named = _FILE.match(file_name)
-    if len(folders) < 4 or folders[-2] not in SUBDIRS or not folders[-3] or named is None:
+    # In a mirror and in the builder's cache the names are those of files and folders.
+    escapes = any(name in (".", "..") or re.search(r"[/\\\0]", name) for name in plain)
+    if escapes or len(folders) < 4 or folders[-2] not in SUBDIRS or not folders[-3] or named is None:
         raise RuntimeInputError(
             f"{source}: {url} is not <channel>/<{' or '.join(SUBDIRS)}>/<name>-<version>-<build>.conda (or .tar.bz2). "
             f"The nodes are linux-64. {REMEDY}"
@@ -101,7 +108,7 @@ def parse_explicit(text: str, source: str = "the conda lock") -> CondaLock:
         package = _package(line, source)
         if package.name in packages:
             raise RuntimeInputError(f"{source}: {package.name} is named twice. {REMEDY}")
-        if package.name in WHEELS_ONLY:
+        if normalize(package.name).split("-")[0] in WHEELS_ONLY:
             raise RuntimeInputError(
                 f"{source} holds {package.name}, which comes from the wheel lock (python_env_lock), never from conda. "
                 "Take it out of the specs and make the lock anew with `make lock`."

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 DEFAULT_PRIORITY = 500
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _RELATION = re.compile(
     r"(?P<name>[a-z0-9][a-z0-9+.-]*)(:(?P<arch>[a-z0-9-]+))?\s*(\((?P<op><<|<=|=|>=|>>)\s*(?P<version>[^)]+)\))?"
 )
@@ -213,7 +214,8 @@ def stanzas(text: str) -> Iterator[dict[str, str]]:
 
 def read_packages(text: str, base: str, component: str, origin: str) -> Iterator[Package]:
     for record in stanzas(text):
-        if {"Package", "Version", "Filename", "SHA256"} <= record.keys():
+        # What has no hash cannot be verified: apt would not take it either.
+        if {"Package", "Version", "Filename"} <= record.keys() and _SHA256.fullmatch(record.get("SHA256", "")):
             needs = ", ".join(record[key] for key in ("Pre-Depends", "Depends") if record.get(key))
             yield Package(
                 name=record["Package"],

@@ -124,9 +124,10 @@ def release_id(
 
 
 def split_credentials(url: str) -> tuple[str, dict[str, str]]:
-    """Take `user:password@` out of a URL: (URL without it, {host: user:password})."""
+    """Take `user:password@` out of a URL: (URL without it, {that URL: user:password})."""
     parts = urllib.parse.urlsplit(url)
     userinfo, at, host = parts.netloc.rpartition("@")
     if not at or not parts.scheme:
         return url, {}
-    return urllib.parse.urlunsplit(parts._replace(netloc=host)), {host: userinfo}
+    clean = urllib.parse.urlunsplit(parts._replace(netloc=host))
+    return clean, {clean: userinfo}

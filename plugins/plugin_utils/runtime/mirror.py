@@ -8,9 +8,13 @@ from typing import Any
 
 from .artifacts import ARCHIVES, archive_folder
 
-# A user and password would end in files that everybody may read.
-PATTERN = r"|https?://[^\s/@?#\[\]\"']+(/[^\s@?#\[\]\"']*)?|/[^\s\[\]\"']*[^\s/\[\]\"']/?"
-PROBLEM = "is neither an absolute path nor an http(s) address without a login"
+# A user and password would end in files that everybody may read. A folder is part of URLs, too (file://), and read by
+# apt, uv, and conda's client: it holds nothing that means something to one of them.
+_FOLDER = r"(/(?!\.{1,2}(/|$))[A-Za-z0-9._~+,=:-]+)"
+_HOST = r"(\[(?=.*:)[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)"
+_PORT = r"(:([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))"
+PATTERN = rf"|https?://{_HOST}{_PORT}?{_FOLDER}*/?|{_FOLDER}+/?"
+PROBLEM = "is neither an absolute path of plain characters nor an http(s) address without a login"
 REMEDY = (
     "give the folder on the nodes, such as /srv/mirror, or the address that serves it, such as http://10.0.0.5/mirror; "
     "`make artifacts DOWNLOAD=<folder>` makes it"

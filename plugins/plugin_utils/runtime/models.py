@@ -30,6 +30,9 @@ def places(plan: Plan, builder: str = "") -> dict[str, dict[str, Any]]:
                 "builder": builder or nodes[0],
             },
         )
+        if model.get("repo") and not place["repo"]:
+            # Another instance names the same folder by its path.
+            place.update(repo=model["repo"], revision=model.get("revision") or "")
         place["instances"].append(name)
         place["nodes"] += [node for node in nodes if node not in place["nodes"]]
     return found

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.contract import CONTRACT, SITE, SWITCHES
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.validate import (
+    CONDA_PYTHONS,
     Problem,
     check_controller,
     check_host_names,
@@ -18,6 +20,7 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.validate i
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+LOCKS = Path(__file__).resolve().parents[3] / "roles" / "python_env" / "files" / "locks"
 ROLES = {
     "ray_port": {"type": "int", "default": 6379, "description": "x"},
     "base_packages": {"type": "list", "elements": "str", "description": "x"},
@@ -273,3 +276,31 @@ def test_cuda_12_needs_a_lock_of_ones_own(variables: dict[str, Any], names: Any,
     roles = {"python_env_lock": {"type": "str"}}
     found = validate({"n1": variables}, roles, (), None if names is None else {"n1": names}).problems
     assert [item.variable for item in found] == (["python_env_lock"] if refused else [])
+
+
+@pytest.mark.parametrize(
+    ("variables", "names", "refused"),
+    [
+        ({"python_env_python": "3.11", "python_env_variant": "cu130"}, None, True),
+        ({"python_env_python": "3.13.1", "python_env_method": "conda", "python_env_conda_lock": ""}, None, True),
+        ({"python_env_python": "3.12"}, None, False),
+        ({"python_env_python": "3.12.7"}, None, False),
+        ({"python_env_python": "3.11", "python_env_method": "venv"}, None, False),
+        ({"python_env_python": "3.11", "python_env_conda_lock": "/locks/mine.lock"}, None, False),
+        # Templates, which are not evaluated here.
+        ({"python_env_python": "3.11"}, ["python_env_python", "python_env_conda_lock"], False),
+        ({"python_env_python": "3.11"}, ["python_env_python", "python_env_method"], False),
+    ],
+)
+def test_a_python_without_a_conda_lock_is_refused(variables: dict[str, Any], names: Any, refused: bool) -> None:
+    roles = {name: {"type": "str"} for name in ("python_env_python", "python_env_method", "python_env_conda_lock")}
+    found = validate({"n1": variables}, roles, (), None if names is None else {"n1": names}).problems
+    assert [item.variable for item in found] == (["python_env_python"] if refused else [])
+    assert not refused or (
+        found[0].value == variables["python_env_python"] and "python_env_conda_lock" in found[0].remedy
+    )
+
+
+def test_the_conda_locks_that_ship_are_known() -> None:
+    shipped = {f"3.{path.stem.removeprefix('conda-cp3')}" for path in LOCKS.glob("conda-cp3*.lock")}
+    assert shipped == set(CONDA_PYTHONS)

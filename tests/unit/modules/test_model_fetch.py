@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import http.server
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 import pytest
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.testing import patch_module_args
-from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, models
+from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, mirror, models, redirects
 from ansible_collections.ironrack.vllm.plugins.modules import model_check, model_fetch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -182,7 +184,7 @@ def test_a_model_comes_from_the_hub_once(site: SimpleNamespace) -> None:
     for entry in manifest["files"]:
         assert entry == {**entry, **fanout.describe(site.source / entry["name"], entry["name"])}
     assert {(site.path / name).stat().st_mode & 0o777 for name in WANTED} == {0o644}
-    assert not (site.store / ".hub").exists()
+    assert sorted(p.name for p in (site.store / REPO).iterdir()) == [".main.lock", "main"]
     # Asked again, the node knows by itself, and nothing changes.
     count = len(site.state.requests)
     again = site.fetch()
@@ -237,6 +239,78 @@ def test_a_token_in_a_file_is_for_root_alone(site: SimpleNamespace, tmp_path: Pa
     assert f"chmod 600 {file}" in site.fetch(token_file=str(file))["msg"]
     file.chmod(0o600)
     assert site.fetch(token_file=str(file))["changed"]
+
+
+def test_a_token_in_a_file_is_hidden_from_the_answer_too(site: SimpleNamespace, tmp_path: Path) -> None:
+    """A server may say in its error what it was given."""
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    site.fail(echo=True)
+    result = site.call("listed", token_file=str(file))
+    assert result["failed"]
+    assert TOKEN not in json.dumps(result)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"blobId": None}, r"config.json of org/tiny without a hash"),
+        ({"lfs": {"sha256": "", "size": 5, "pointerSize": 1}}, r"config.json of org/tiny without a hash"),
+        ({"lfs": {"sha256": "a" * 64, "size": "x", "pointerSize": 1}}, r"config.json. of org/tiny without a size"),
+        ({"size": -5}, r"config.json. of org/tiny without a size"),
+        ({"rfilename": "../../x.json"}, r"x.json.* of org/tiny without a size or place"),
+        ({"rfilename": "a\nb.json"}, r"b.json.* of org/tiny without a size or place"),
+    ],
+)
+def test_a_hub_that_tells_no_hash_is_not_believed(site: SimpleNamespace, told: dict[str, Any], message: str) -> None:
+    site.fail(told={"config.json": told})
+    assert re.search(message, site.call("listed")["msg"])
+
+
+def test_a_hub_that_means_another_commit_is_not_believed(site: SimpleNamespace) -> None:
+    site.source.rename(site.root / REPO / ("d" * 40))
+    site.fail(sha="e" * 40)
+    result = site.call("listed", model={"revision": "d" * 40})
+    assert re.search(r"d{40}.* answers with the commit e{40}", result["msg"])
+
+
+def test_a_hub_that_asks_for_no_pause_is_not_asked_for_ever(site: SimpleNamespace) -> None:
+    site.fail(limit={"count": 3, "after": 0})
+    assert site.call("listed")["listings"]
+    assert site.log.read_text().count("again in 1 s") == 3
+
+
+def test_two_runs_do_not_share_a_folder_for_the_library(site: SimpleNamespace, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    # The first to come stays until the second has gone, and tells whether its file is still there.
+    python.write_text(
+        '#!/bin/sh\nmkdir -p "$HOME"; touch "$HOME/$$"\n'
+        f'mkdir {tmp_path}/first 2>/dev/null || {{ cat >/dev/null; echo \'{{"files": [], "commit": ""}}\'; exit; }}\n'
+        f"cat >/dev/null; until [ -e {tmp_path}/second ]; do sleep 0.05; done\n"
+        f'[ -e "$HOME/$$" ] && touch {tmp_path}/kept; echo \'{{"files": [], "commit": ""}}\'\n'
+    )
+    python.chmod(0o755)
+
+    def program() -> model_fetch.Fetch:
+        fetch = object.__new__(model_fetch.Fetch)
+        fetch.host, fetch.token = "n1", ""
+        names = ("http_proxy", "ca_bundle", "endpoint", "log_path")
+        fetch.params = {"store": str(site.store), "ignore": [], "workers": 1, "python": str(python)}
+        fetch.params |= dict.fromkeys(names, "")
+        return fetch
+
+    model = {"repo": REPO, "revision": "main", "path": str(site.path)}
+    first = threading.Thread(target=lambda: program().hub(model))
+    first.start()
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "first").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    program().hub({**model, "path": str(site.store / "org/other/main")})
+    (tmp_path / "second").touch()
+    first.join()
+    assert (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize(
@@ -541,6 +615,100 @@ def test_a_folder_is_a_mirror(site: SimpleNamespace) -> None:
     assert re.search(r"the mirror has no model at \S+/org/tiny/v9 .*make artifacts", other["msg"])
 
 
+def test_a_password_stays_with_the_mirror(tmp_path: Path) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = (self.headers["Host"] or "").split(":")[0]
+            seen.append((host, self.headers.get("Authorization")))
+            target = {"/o/n/r/away": f"http://localhost:{self.server.server_port}/x", "/o/n/r/here": "/x"}.get(
+                self.path
+            )
+            self.send_response(302 if target else 200)
+            if target:
+                self.send_header("Location", target)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    source = mirror.Mirror(f"http://127.0.0.1:{server.server_port}", print, login="user:s3cret")
+    for name in ("away", "here"):
+        source.open("o/n/r", name).read()
+    server.shutdown()
+    server.server_close()
+    assert [host for host, _ in seen] == ["127.0.0.1", "localhost", "127.0.0.1", "127.0.0.1"]
+    assert [bool(given) for _, given in seen] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("https://h/a", "https://h:443/b", True),
+        ("http://h/a", "https://h/b", True),
+        ("https://h/a", "http://h/b", False),
+        ("https://h/a", "https://h:8443/b", False),
+        ("https://h/a", "https://h.evil/b", False),
+        ("http://h:8080/a", "https://h/b", False),
+        ("https://h/a", "https://h:none/b", False),
+    ],
+)
+def test_who_may_know_a_secret(one: str, other: str, same: bool) -> None:
+    assert redirects.same_origin(one, other) == same
+
+
+def test_what_another_attempt_left_is_not_gone_on_with_unproven(site: SimpleNamespace) -> None:
+    """A folder without hashes: only its own bytes may become the model."""
+    site.path.mkdir(parents=True)
+    (site.path / "model-1.safetensors.part").write_bytes(b"OLDOLD")
+    assert site.fetch(mirror=site.folder)["changed"]
+    assert same(site.path, site.source)
+
+
+def manifest_of(site: SimpleNamespace, **more: Any) -> list[dict[str, Any]]:
+    files = [
+        {
+            "name": name,
+            "size": (site.source / name).stat().st_size,
+            "sha256": hashlib.sha256((site.source / name).read_bytes()).hexdigest(),
+            **more,
+        }
+        for name in [*WANTED, "pytorch_model.bin", "original/consolidated.00.pth"]
+    ]
+    (site.source / models.MANIFEST).write_text(json.dumps({"repo": REPO, "commit": "", "files": files}))
+    return files
+
+
+def test_what_no_engine_reads_is_not_taken_from_a_mirror_either(site: SimpleNamespace) -> None:
+    manifest_of(site)
+    listing = next(iter(site.call("listed", mirror=site.folder, ignore=["tokenizer*"])["listings"].values()))
+    assert [e["name"] for e in listing["files"]] == [name for name in WANTED if not name.startswith("tokenizer")]
+
+
+@pytest.mark.parametrize("sha256", [None, "", "x" * 64, 5])
+def test_a_manifest_without_hashes_is_none(site: SimpleNamespace, sha256: Any) -> None:
+    manifest_of(site, sha256=sha256)
+    assert "is no manifest of a model" in site.call("listed", mirror=site.folder)["msg"]
+
+
+@pytest.mark.parametrize("name", ["../up.safetensors", "/etc/up.safetensors"])
+def test_sums_of_a_file_elsewhere_are_refused(site: SimpleNamespace, name: str) -> None:
+    write_sums(site.source, WANTED)
+    with (site.source / "SHA256SUMS").open("a") as stream:
+        stream.write(f"{'0' * 64}  {name}\n")
+    assert re.search(r"SHA256SUMS names .*up.safetensors", site.call("listed", mirror=site.folder)["msg"])
+
+
+def test_nothing_left_to_fetch_is_said(site: SimpleNamespace) -> None:
+    for parameters in ({}, {"mirror": site.folder}):
+        result = site.call("listed", ignore=["*"], **parameters)
+        assert "model_store_ignore" in result["msg"], result
+
+
 # ---------------------------------------------------------------- node to node
 
 
@@ -608,5 +776,10 @@ def test_old_revisions_stay_until_they_may_go(site: SimpleNamespace) -> None:
     finally:
         engine.kill()
         engine.wait()
+    # Another run may be filling it.
+    with models.locked(str(site.store / REPO / "v3"), print):
+        kept = site.call("finished", planned=[str(site.path)], keep=0)
+    assert "v3 is not removed: another run" in told(kept)
+    assert (site.store / REPO / "v3" / models.MANIFEST).exists()
     site.call("finished", planned=[str(site.path)], keep=0)
     assert [p.name for p in (site.store / REPO).iterdir() if p.is_dir()] == ["main"]

@@ -44,7 +44,10 @@ def make(tmp_path):
             "chain": {},
             "keep": 3,
         }
-        built = module.Release(SimpleNamespace(params={**defaults, **params}, check_mode=check_mode))
+        warned = []
+        built = module.Release(
+            SimpleNamespace(params={**defaults, **params}, check_mode=check_mode, warn=warned.append, warned=warned)
+        )
         built.prove = lambda: None
         return built
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import artifacts, conda, debian, lock
@@ -111,17 +111,34 @@ def test_a_model_is_listed_with_what_is_known() -> None:
         "cardData": {"license": "apache-2.0"},
         "siblings": [
             {"rfilename": "a/m.safetensors", "size": 5, "lfs": {"sha256": HASHES["a"]}},
-            {"rfilename": "config.json", "size": 2},
+            {"rfilename": "config.json", "size": 2, "blobId": "b" * 40},
         ],
     }
     big, small = artifacts.model_artifacts("org/m", "main", told, "https://hub.example/")
     assert big.url == f"https://hub.example/org/m/resolve/{'c' * 40}/a/m.safetensors"
     assert (big.file, big.sha256, big.licence) == ("models/org/m/main/a/m.safetensors", HASHES["a"], "apache-2.0")
-    assert small.sha256 == ""
-    assert "sha256" in small.note
+    assert (small.sha256, small.git) == ("", "b" * 40)
     (unknown,) = artifacts.model_artifacts("org/m", "main", None, "https://hub.example")
     assert unknown.file == ""
     assert "not reached" in unknown.note
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../../etc/cron.d/x", "/etc/x", "a/../../x", "a//b", "./a", "a/", "a\\..\\x", "a\nb", "a\0b", ".."]
+)
+def test_no_name_leads_out_of_the_folder(name: str) -> None:
+    """Of a hub, an index, a repository, a lock, or the list itself."""
+    told = {"sha": "c" * 40, "siblings": [{"rfilename": name, "size": 5, "lfs": {"sha256": HASHES["a"]}}]}
+    with pytest.raises(artifacts.ArtifactError, match=r"no path inside of the folder"):
+        artifacts.model_artifacts("org/m", "main", told, "https://hub.example")
+    with pytest.raises(artifacts.ArtifactError, match=r"https://i.example/t.whl .*no path inside of the folder"):
+        artifacts.choose_wheels(LOCK, {"torch": [PAGE[0] | {"filename": name}], "ray": PAGE}, "cpu.txt")
+    package = debian.Package("x", "1", name, 1, HASHES["a"], "main", "Debian", "https://deb.example/debian")
+    with pytest.raises(artifacts.ArtifactError, match=r"no path inside of the folder"):
+        artifacts.apt_artifacts([package], "debian 12")
+    text = json.dumps({"format": artifacts.FORMAT, "artifacts": [{**asdict(ITEM), "file": name}]})
+    with pytest.raises(artifacts.ArtifactError, match=r"no path inside of the folder"):
+        artifacts.load(text, "artifacts.json")
 
 
 def test_a_file_is_listed_once_and_two_that_differ_are_refused() -> None:
@@ -147,5 +164,6 @@ def test_the_table_has_a_row_a_file_and_the_sums() -> None:
     assert text.count(ITEM.url) == 2
     assert "wheel: 1 files, 10 B" in text
     assert "together: 2 files, 3.0 MiB" in text
+    assert "together: 2 files, at least 10 B" in artifacts.table([ITEM, replace(ITEM, kind="apt", size=0)], [], [])
     assert "NOT IN THIS LIST: NVIDIA's repository" in text
     assert "note: a remark" in text

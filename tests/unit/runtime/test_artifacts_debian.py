@@ -154,6 +154,13 @@ def test_a_release_names_its_indexes_signed_or_not() -> None:
 
 
 def test_continued_lines_belong_to_their_field() -> None:
-    text = "Package: a\nVersion: 1\nDepends: b,\n c\nDescription: one\n two\nFilename: ./a.deb\nSize: 3\nSHA256: x\n"
+    text = "Package: a\nVersion: 1\nDepends: b,\n c\nDescription: one\n two\nFilename: ./a.deb\nSize: 3\n"
+    text += f"SHA256: {'a' * 64}\n"
     (package,) = debian.read_packages(text, "http://a.example", "", "")
     assert (package.needs, package.file, package.size) == ("b, c", "a.deb", 3)
+
+
+@pytest.mark.parametrize("sha256", ["", "0" * 63, "md5"])
+def test_a_package_without_a_hash_is_not_there(sha256: str) -> None:
+    text = f"Package: x\nVersion: 1\nFilename: pool/x.deb\nSize: 1\nSHA256: {sha256}\n"
+    assert list(debian.read_packages(text, "https://deb.example/debian", "main", "Debian")) == []

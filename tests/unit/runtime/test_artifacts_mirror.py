@@ -26,7 +26,11 @@ UBUNTU = {"id": "ubuntu", "version": "24.04", "codename": "noble"}
 
 
 @pytest.mark.parametrize(
-    "value", ["", "/srv/mirror", "/srv/mirror/", "http://10.0.0.5/mirror", "https://m.example:8443"]
+    "value",
+    [
+        *("", "/srv/mirror", "/srv/mirror/", "/srv/a_b-c.d+e,f", "http://10.0.0.5/mirror", "https://m.example:8443"),
+        *("http://[fd00::1]/mirror", "http://[fd00::1]:8080", "http://m.example/a/b/", "http://m_1.example:65535"),
+    ],
 )
 def test_right_values(value: str) -> None:
     assert check_value(value, CONTRACT["ironrack_mirror"], "ironrack_mirror", True) == (value, [])
@@ -34,12 +38,23 @@ def test_right_values(value: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["srv/mirror", "/", "ftp://m.example", "http://user:word@m.example/", "/srv/my mirror", "http://", "file:///srv/m"],
+    [
+        *("srv/mirror", "/", "ftp://m.example", "/srv/my mirror", "http://", "file:///srv/m"),
+        *("http://10.0.0.5:abc/m", "http://10.0.0.5:0/m", "http://10.0.0.5:65536", "http://fd00::1/m", "http://[x]/m"),
+        # Each of these is another place to one of those who read it.
+        *("/srv/mirror#1", "/srv/a?b", "/srv/a%20b", "http://h/a%20b", "/srv/a\\b", "/srv/$x", "/srv/{{a}}"),
+        *("//srv", "/srv//m", "/srv/../etc", "/srv/./m", "http://h/../m", "http://h//m"),
+    ],
 )
 def test_wrong_values_are_told_with_variable_value_and_remedy(value: str) -> None:
     _, (problem,) = check_value(value, CONTRACT["ironrack_mirror"], "ironrack_mirror", True)
     assert (problem.variable, problem.value) == ("ironrack_mirror", value)
     assert "make artifacts DOWNLOAD=" in problem.remedy
+
+
+def test_a_password_in_it_is_not_told() -> None:
+    _, (problem,) = check_value("http://user:wo@rd@m.example/", CONTRACT["ironrack_mirror"], "ironrack_mirror", True)
+    assert problem.value == "http://***@m.example/"
 
 
 def test_places_below_the_mirror() -> None:

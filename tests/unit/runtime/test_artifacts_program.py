@@ -206,6 +206,102 @@ def test_a_cache_is_asked_first_and_believed_by_its_hash_alone(
     assert asked == []
 
 
+def model_file(url: str, tmp_path: Path, **more: str) -> Path:
+    """A list of one file of a model, as the hub tells of a small one."""
+    name = f"models/org/m/{'c' * 40}/a.whl"
+    item = artifacts.Artifact("model", "org/m", "c" * 40, f"{url}/a.whl", name, len(DATA), "", "MIT", **more)
+    path = tmp_path / "wanted.json"
+    path.write_text(json.dumps({"format": artifacts.FORMAT, "artifacts": [asdict(item)]}))
+    return path
+
+
+def test_a_file_of_a_model_is_believed_by_its_git_hash(site: tuple[str, list[str]], tmp_path: Path) -> None:
+    git = hashlib.sha1(b"blob %d\0" % len(DATA) + DATA, usedforsecurity=False).hexdigest()
+    file = tmp_path / f"m/models/org/m/{'c' * 40}/a.whl"
+    file.parent.mkdir(parents=True)
+    # What another run left, of something else.
+    file.with_name("a.whl.part").write_bytes(b"OLD")
+    file.write_bytes(b"x" * len(DATA))
+    assert "is not the blob" in execute(FETCH, model_file(site[0], tmp_path, git=git), tmp_path / "m")
+    assert execute(FETCH, model_file(site[0], tmp_path, git=git), tmp_path / "m") == []
+    assert file.read_bytes() == DATA
+    # A server of this folder then says what the model consists of.
+    manifest = json.loads((file.parent / "ironrack-model.json").read_text())
+    entry = {"name": "a.whl", "size": len(DATA), "sha256": hashlib.sha256(DATA).hexdigest()}
+    assert manifest == {"repo": "org/m", "revision": "c" * 40, "commit": "c" * 40, "files": [entry]}
+
+
+def test_a_file_that_nothing_proves_is_refused(site: tuple[str, list[str]], tmp_path: Path) -> None:
+    assert "tells no hash" in execute(FETCH, model_file(site[0], tmp_path), tmp_path / "m")
+
+
+BROKEN = """
+import http.server, os, threading
+asked = []
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        asked.append(self.path)
+        self.send_response(200); self.send_header("Transfer-Encoding", "chunked"); self.end_headers()
+        self.wfile.write(b"10\\r\\nabc" if asked.count(self.path) == 1 else b"3\\r\\nabc\\r\\n0\\r\\n\\r\\n")
+        self.close_connection = True
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["no_proxy"] = "*"
+url = f"http://127.0.0.1:{{server.server_port}}"
+got = program.get(url + "/page", tries=2)[0].decode()
+try:
+    program.get("http://user:SECRET@127.0.0.1/", tries=1)
+except OSError as error:
+    told = str(error)
+digest = program.hashlib.sha256(b"abc").hexdigest()
+item = program.code("plugin_utils.runtime.artifacts").Artifact(
+    "wheel", "a", "1", url + "/a.whl", "wheels/a.whl", 3, digest, "MIT")
+program.Folder(Path(sys.argv[1]), []).fetch([item], {{}})
+print(json.dumps([got, told, asked]))
+"""
+
+
+def test_an_answer_in_chunks_that_breaks_off_is_asked_for_again(tmp_path: Path) -> None:
+    got, told, asked = execute(BROKEN, tmp_path)
+    assert got == "abc"
+    assert "SECRET" not in told
+    assert asked == ["/page", "/page", "/a.whl", "/a.whl"]
+    assert (tmp_path / "wheels/a.whl").read_bytes() == b"abc"
+
+
+REDIRECTED = """
+import http.server, os, threading
+seen = []
+class Other(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        seen.append([self.headers.get("Host").split(":")[0], self.headers.get("Authorization")])
+        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"{{}}")
+    def log_message(self, *_): pass
+class First(Other):
+    def do_GET(self):
+        if self.path.startswith("/same"): return super().do_GET()
+        seen.append([self.headers.get("Host").split(":")[0], self.headers.get("Authorization")])
+        place = f"http://localhost:{{other.server_port}}/x" if self.path == "/away" else "/same"
+        self.send_response(302); self.send_header("Location", place); self.send_header("Content-Length", "0")
+        self.end_headers()
+first, other = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), each) for each in (First, Other)]
+for server in (first, other):
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ |= {{"HF_TOKEN": "hf_x", "HF_ENDPOINT": f"http://127.0.0.1:{{first.server_port}}", "no_proxy": "*"}}
+for place in ("/away", "/here"):
+    program.opened(os.environ["HF_ENDPOINT"] + place).read()
+program.opened(f"http://127.0.0.1:{{other.server_port}}/another-port").read()
+print(json.dumps(seen))
+"""
+
+
+def test_the_token_is_for_the_hub_alone() -> None:
+    mine, other = ["127.0.0.1", "Bearer hf_x"], ["localhost", None]
+    assert execute(REDIRECTED) == [mine, other, mine, mine, ["127.0.0.1", None]]
+
+
 def test_a_folder_is_checked_without_network(
     site: tuple[str, list[str]], listed: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -220,7 +316,38 @@ def test_a_folder_is_checked_without_network(
     told = check()
     assert told.returncode == 1
     assert "wheels/a.whl: is damaged" in told.stderr
-    assert f"make artifacts DOWNLOAD={tmp_path / 'm'}" in told.stderr
+    assert f"make artifacts INVENTORY=... DOWNLOAD={tmp_path / 'm'}" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--inventory", "inventories/nope"], "there is no inventory inventories/nope"),
+        (["--inventory", "inventories/prod", "--os", "debian11"], "--os debian11: is none of debian12"),
+    ],
+)
+def test_a_wrong_argument_is_told_at_once(arguments: list[str], said: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts/artifacts.py"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "looking up" not in done.stderr
+
+
+MODELS = """
+from types import SimpleNamespace
+instance = {{"model": {{"path": "/data/models/a", "repo": "o/n"}}}}
+report = program.Report()
+hosts = {{name: {{"vllm_instances": {{"llama": instance}}}} for name in ("n1", "n2")}}
+print(json.dumps([program.models_of(SimpleNamespace(values=hosts), report), report.remarks]))
+"""
+
+
+def test_a_model_that_the_user_brings_is_named() -> None:
+    items, remarks = execute(MODELS)
+    assert items == []
+    assert "llama: /data/models/a is yours (model.path): bring it to the nodes yourself" in remarks
 
 
 # --- the driver ---------------------------------------------------------------------------------------------------

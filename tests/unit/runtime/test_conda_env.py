@@ -278,9 +278,31 @@ def test_a_passing_fault_of_the_mirror_is_waited_out(channel, served, tmp_path):
 def test_a_password_for_the_mirror_is_used_and_not_shown(make, monkeypatch):
     calls = []
     monkeypatch.setattr(module, "open_url", lambda url, **_: calls.append(url))
-    release = make(credentials={"mirror": "me:secret"})
+    release = make(credentials={"https://mirror/conda": "me:secret"})
     release.read_file("https://mirror/conda/forge/linux-64/x.conda")
     assert calls == ["https://me:secret@mirror/conda/forge/linux-64/x.conda"]
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(tmp_path):
+    answers = [b"Transfer-Encoding: chunked\r\n\r\n10\r\nrig", b"Content-Length: 5\r\n\r\nright"]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n" + answers.pop(0))
+
+        def log_message(self, *_args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, target = f"http://127.0.0.1:{server.server_port}/x", tmp_path / "x.conda"
+    options = {"opener": urllib.request.urlopen, "log": print, "what": "x", "remedy": "", "pause": 0.01}
+    try:
+        conda_env.fetch_file(url, str(target), hashlib.sha256(b"right").hexdigest(), **options)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert target.read_bytes() == b"right"
 
 
 def test_a_damaged_download_is_fetched_anew(tmp_path):

@@ -51,6 +51,15 @@ def test_a_lock_is_read_with_channel_file_version_and_hash():
         (f"{FORGE}/linux-64/python-3.12.1-0.conda#{A}", "named twice"),
         (f"{FORGE}/linux-64/pytorch-2.13.0-0.conda#{A}", "python_env_lock"),
         (f"{FORGE}/linux-64/libtorch-2.13.0-0.conda#{A}", "python_env_lock"),
+        (f"{FORGE}/linux-64/Torch-2.13.0-0.conda#{A}", "python_env_lock"),
+        (f"{FORGE}/linux-64/libtorch-cuda-2.13.0-0.conda#{A}", "python_env_lock"),
+        (f"{FORGE}/noarch/pytorch_mutex-1.0-cuda.conda#{A}", "python_env_lock"),
+        (f"{FORGE}/linux-64/ray-all-2.50.0-0.conda#{A}", "python_env_lock"),
+        (f"{FORGE}/noarch/..%2F..%2F..%2Fetc%2Fcron.d%2Fx-1-0.conda#{A}", "<channel>/"),
+        (f"{FORGE}/noarch/a%00-1-0.conda#{A}", "<channel>/"),
+        (f"https://host/a/../noarch/a-1-0.conda#{A}", "<channel>/"),
+        (f"https://host/a/%2e%2e/noarch/a-1-0.conda#{A}", "<channel>/"),
+        (f"https://[x/forge/noarch/a-1-0.conda#{A}", "is no URL"),
         (f"https://me:secret@host/forge/linux-64/zlib-1-0.conda#{A}", "python_env_conda_mirror"),
     ],
 )
@@ -164,6 +173,15 @@ def test_a_python_without_a_shipped_lock_is_named_with_all_ways_out(tmp_path):
         ActionModule._conda({"conda_lock": str(tmp_path / "conda-cp314.lock")}, "3.14")
     for word in ("conda-cp314.lock", "python_env_python", "python_env_conda_lock", "python_env_method: venv"):
         assert word in str(caught.value)
+
+
+def test_a_lock_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "mine.lock"
+    path.write_bytes(b"\xff\xfe\0")
+    with pytest.raises(locks.RuntimeInputError, match=r"python_env_conda_lock: .*mine\.lock is no text"):
+        ActionModule._conda({"conda_lock": str(path)}, "3.12")
+    path.write_text(TEXT, "utf-8-sig")
+    assert ActionModule._conda({"conda_lock": str(path)}, "3.12")["download_bytes"] == 77
 
 
 # ---------------------------------------------------------------- what ships

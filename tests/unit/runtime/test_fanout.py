@@ -180,11 +180,55 @@ def test_bytes_that_are_not_there_yet_are_waited_for_and_then_promised(node):
     timer.join()
 
 
-def test_an_old_file_is_not_served_while_a_new_one_arrives(node):
-    parent = node(content=b"old" * 100)
-    (parent.folder / f"{NAME}.part").write_bytes(CONTENT[:10])
-    with ask(parent.url + NAME, Range="bytes=0-9") as answer:
-        assert answer.read() == CONTENT[:10]
+def test_a_file_that_may_not_be_read_is_refused_at_once(node, monkeypatch):
+    parent = node(content=CONTENT, patience=5.0)
+
+    def forbidden(*_args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(serve_files, "open", forbidden, raising=False)
+    started = time.monotonic()
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask(parent.url + NAME, Range="bytes=0-9")
+    assert caught.value.code == 403
+    assert time.monotonic() - started < 2
+
+
+def test_a_source_that_answers_at_once_that_it_waits_is_not_flooded(node):
+    parent = node(patience=0.0)
+    with pytest.raises(fanout.FanoutError, match="nothing new"):
+        node().fetch([parent.url], starve=0.5, rounds=1)
+    assert len(parent.asked) < 20
+
+
+def test_what_a_killed_run_left_does_not_hide_the_whole_file(node):
+    parent = node(content=CONTENT)
+    (parent.folder / f"{NAME}.part").write_bytes(b"old" * 10)
+    with ask(parent.url + NAME, Range="bytes=5-99") as answer:
+        assert answer.read() == CONTENT[5:100]
+    child = node()
+    child.fetch([parent.url])
+    assert child.content() == CONTENT
+    parent.fetch([])
+    assert not (parent.folder / f"{NAME}.part").exists()
+
+
+def test_a_file_that_is_wrong_is_away_before_its_part_is_there(node):
+    """Which is why the server may take a whole file for the right one."""
+    parent, child = node(content=CONTENT), node(content=b"old" * 100)
+    seen = []
+
+    class Looking:
+        @staticmethod
+        def append(_text):
+            seen.append((child.folder / NAME).exists() and (child.folder / f"{NAME}.part").exists())
+
+    child.log = Looking
+    (child.folder / f"{NAME}.unproven").write_bytes(CONTENT[:PIECE])
+    child.fetch([parent.url])
+    assert len(seen) == 2
+    assert not any(seen)
+    assert child.content() == CONTENT
 
 
 def test_the_server_ends_when_nobody_asks(tmp_path):

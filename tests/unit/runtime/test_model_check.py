@@ -130,3 +130,123 @@ def test_the_wheels_of_the_lab_are_the_same_each_time(tmp_path):
         outputs.add(done.stdout.replace(str(tmp_path / name), ""))
     assert len(outputs) == 1
     assert len(outputs.pop().splitlines()) == 2
+
+
+# ---------------------------------------------------------------- what others call a model
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        # A few safetensors beside it do not make the weights superfluous.
+        (
+            ["pytorch_model.bin", "lora/adapter_model.safetensors"],
+            ["pytorch_model.bin", "lora/adapter_model.safetensors"],
+        ),
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (["model.safetensors", "2_Dense/pytorch_model.bin"], ["model.safetensors", "2_Dense/pytorch_model.bin"]),
+    ],
+)
+def test_other_weights_are_left_out_where_the_same_are_there_as_safetensors(names, kept):
+    assert models.wanted(names) == kept
+
+
+def test_weights_in_a_folder_below_are_not_the_model(model):
+    (model / "lora").mkdir()
+    shard(model / "lora/adapter_model.safetensors", ["x"])
+    for name in ("model-1.safetensors", "model-2.safetensors", models.INDEX):
+        (model / name).unlink()
+    with pytest.raises(models.ModelError, match="there are no weights"):
+        models.inspect(str(model))
+
+
+def test_folders_below_are_part_of_the_model(model):
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling/config.json").write_text("{}")
+    (model / "original").mkdir()
+    (model / "original/x").write_text("")
+    found = models.inspect(str(model))
+    assert "1_Pooling/config.json" in found["files"]
+    assert not any(name.startswith(("original", ".cache")) for name in found["files"])
+    (model / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    assert models.inspect(str(model))["digest"] != found["digest"]
+
+
+def test_what_is_no_file_does_not_hang_the_check(model):
+    os.mkfifo(model / "pipe")
+    with pytest.raises(models.ModelError, match="pipe is no file"):
+        models.inspect(str(model))
+
+
+@pytest.mark.parametrize("offsets", [[0, "4"], [0, None], [0, True], [0, -9]])
+def test_a_header_of_other_types_is_damaged(model, offsets):
+    raw = json.dumps({"w": {"data_offsets": offsets}, "v": {"data_offsets": [0, 4]}}).encode()
+    (model / "model-1.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+    with pytest.raises(models.ModelError, match=r"damaged safetensors header|was broken off"):
+        models.inspect(str(model))
+
+
+def test_an_index_of_other_types_is_damaged(model):
+    (model / models.INDEX).write_text('{"weight_map": {"a": ["model-1.safetensors"]}}')
+    with pytest.raises(models.ModelError, match="weight_map"):
+        models.inspect(str(model))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [{"name": "a", "size": -5}],
+        [{"name": "a", "size": True}],
+        [{"name": "a\nb", "size": 1}],
+        [{"name": "../a", "size": 1}],
+        [{"name": "a", "size": 1}, {"name": "a", "size": 2}],
+        [{"name": models.MANIFEST, "size": 1}],
+        [{"name": "a.part", "size": 1}],
+    ],
+)
+def test_a_list_that_lies_is_none(entries):
+    assert models.check_listing({"files": [{"name": "x", "size": 0}]})
+    assert not models.check_listing({"files": entries})
+
+
+def test_what_was_left_of_a_transfer_goes_when_all_is_there(model):
+    for name in ("model-1.safetensors.part", "model-1.safetensors.unproven"):
+        (model / name).write_bytes(b"x")
+    names = ["config.json", "model-1.safetensors"]
+    models.finish(str(model), {"files": [{"name": name, "size": (model / name).stat().st_size} for name in names]})
+    assert not list(model.glob("*.part")) + list(model.glob("*.unproven"))
+
+
+def test_nothing_is_written_through_a_link(model, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("root's")
+    (model / f"{models.ARRIVING}.new").symlink_to(victim)
+    models.begin(str(model), {"files": [{"name": "a", "size": 1}]})
+    assert victim.read_text() == "root's"
+    assert models.load_manifest(str(model), models.ARRIVING)
+
+
+def test_a_name_that_is_no_text_is_unreadable_too(model):
+    name = os.fsdecode(b"b\xff.json")
+    (model / name).write_text("{}")
+    (model / name).chmod(0)
+    user = SimpleNamespace(pw_name="nobody", pw_uid=65534, pw_gid=65534)
+    for folder in (model, *model.parents):
+        if folder != folder.parent and str(folder).startswith(tempfile.gettempdir() + "/"):
+            folder.chmod(0o755)
+    assert "Permission denied" in model_check.unreadable(str(model), [name], user)
+    # Whatever goes wrong in the child is no permission to go on.
+    user.pw_uid = "x"
+    assert model_check.unreadable(str(model), ["config.json"], user)
+
+
+def test_a_lock_that_was_removed_is_not_held(tmp_path):
+    folder = str(tmp_path / "org/name/r1")
+    with models.locked(folder, print):
+        lock = tmp_path / "org/name/.r1.lock"
+        with pytest.raises(models.ModelError, match="another run"), models.locked(folder, print, patience=0):
+            pass
+        # Of a revision that was removed; who waited for this lock must not take it for the new one.
+        lock.unlink()
+        with models.locked(folder, print, patience=0):
+            assert lock.exists()

@@ -37,6 +37,14 @@ def looked(path: str, **states: str) -> dict[str, Any]:
     return {node: {path: state(name)} for node, name in states.items()}
 
 
+def test_a_folder_that_one_instance_names_by_its_path_is_fetched_for_the_other() -> None:
+    wanted = plan(by_path=(A, ["n1"]), by_repo=(A, ["n2"]))
+    wanted["instances"]["by_path"]["model"] = None
+    (task,) = models.work(wanted, {"n1": {A: state("foreign")}, "n2": {A: state("absent")}})
+    assert (task["node"], task["lacking"]) == ("n1", {A: ["n2"]})
+    assert task["models"][0]["repo"] == "org/a"
+
+
 def test_a_model_of_several_instances_is_one() -> None:
     found = models.places(plan(one=(A, ["n1", "n2"]), two=(A, ["n2", "n3"]), own=("/data/x", ["n1"])))
     assert found[A]["instances"] == ["one", "two"]

@@ -107,11 +107,26 @@ def test_a_named_one_also_when_the_run_before_was_killed_half_way() -> None:
     assert "is 0000000000000001 on n1, but 0000000000000002 on n2: name one that both have" in plan["problems"][0]
 
 
+def test_a_switch_that_was_killed_half_way_is_not_taken_for_a_rollback() -> None:
+    found = changed("n2", 0, previous=True)
+    found["n2"][1]["previous"] = False
+    plan = compare.rollback_plan({"n2": found["n2"]}, "", "0.33.0")
+    assert plan["release"] == ""
+    (problem,) = plan["problems"]
+    assert problem.startswith("a switch of n2 was interrupted")
+    assert "-e rollback_release=ID" in problem
+    assert "0000000000000001 (vLLM 0.33.0)" in problem
+    assert compare.rollback_plan(found, "", "0.33.0")["problems"] == [problem], "one is enough to refuse"
+    assert compare.rollback_plan(found, f"{1:016x}", "0.33.0")["release"] == f"{1:016x}"
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
         (changed("n3", 1, complete=False), "the release 0000000000000001 on n3 is not complete"),
+        (changed("n3", 1, complete=False), "run site.yml, which builds or fetches it"),
         (changed("n3", 1, damage=["changed a/b (other content)"]), "not as it was built (changed a/b (other content))"),
+        (changed("n3", 1, damage=["changed a/b (other content)"]), "run playbooks/runtime.yml, which repairs it"),
         (changed("n3", 1, previous=False), "n3 was never switched from one release to another"),
         ({**FOUND, "n3": FOUND["n3"][:1] + FOUND["n3"][2:]}, "Name one with -e rollback_release=ID"),
     ],
@@ -123,6 +138,26 @@ def test_a_refusal_names_the_node_and_what_is_there(found: Any, said: str) -> No
     assert "n3" in problem
     assert said in problem
     assert "there: 0000000000000002 (vLLM 0.33.0, current)" in problem
+
+
+def test_without_another_release_there_is_nothing_to_return_to() -> None:
+    plan = compare.rollback_plan({name: [release(2, current=True)] for name in FOUND}, "", "0.33.0")
+    assert plan["release"] == ""
+    (problem,) = plan["problems"]
+    assert problem.startswith(
+        "there is no other release on n1, n2, n3, so nothing to return to; there: 0000000000000002"
+    )
+    assert "change the inventory" in problem
+    assert "rollback_release" not in problem
+
+
+def test_nodes_that_are_there_already() -> None:
+    plan = compare.rollback_plan(FOUND, f"{2:016x}", "0.33.0")
+    assert (plan["release"], plan["already"], plan["problems"]) == (f"{2:016x}", True, [])
+    assert "before this run, and are" in plan["stay"][0]
+    some = changed("n2", 0, current=False)
+    assert compare.rollback_plan(some, f"{2:016x}", "0.33.0")["already"] is False
+    assert compare.rollback_plan(FOUND, "", "0.33.0")["already"] is False
 
 
 def test_a_release_that_one_node_lacks() -> None:

@@ -6,12 +6,16 @@ import json
 import os
 import py_compile
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
+from ansible.parsing.dataloader import DataLoader
+from ansible.template import Templar, trust_as_template
 from ansible_collections.ironrack.vllm.plugins.module_utils import release_tree as tree
 from ansible_collections.ironrack.vllm.plugins.modules import release as module
 from releases import ID, OTHERS, fill, needs_zstd
@@ -266,6 +270,48 @@ def test_a_lost_marker_of_the_current_release_is_repaired(packed, make):
 
 
 @needs_zstd
+@pytest.mark.parametrize("state", ["built", "fetched"])
+def test_a_release_in_use_without_its_marker_is_never_taken_away(packed, make, monkeypatch, state):
+    def gone():
+        return not Path(packed.link, "lib", "data.bin").exists()
+
+    real, seen = os.rename, []
+    monkeypatch.setattr(os, "rename", lambda *names: (seen.append(gone()), real(*names)))
+    inode = Path(packed.path, "lib", "data.bin").stat().st_ino
+    Path(packed.path, module.MARKER).unlink()
+    Path(packed.path, LIB, "ray", "__init__.py").unlink()
+    again = make(source=packed.archive)
+    getattr(again, state)()
+    assert again.marker() is not None
+    assert not look(packed, full=True)
+    assert not any(seen)
+    assert Path(packed.path, "lib", "data.bin").stat().st_ino == inode
+    assert set(again.actions) == {"repaired: missing release.json", f"repaired: missing {LIB}/ray/__init__.py"}
+
+
+@needs_zstd
+@pytest.mark.parametrize("current", [True, False])
+def test_a_release_in_use_without_its_marker_is_not_built_anew(packed, make, current):
+    Path(packed.path, module.MARKER).unlink()
+    Path(packed.archive_path).write_bytes(b"damaged")
+    process = None
+    if not current:
+        Path(packed.link).unlink()
+        process = subprocess.Popen(["sleep", "60"], env={"HOME": packed.path})
+    try:
+        again = make()
+        again.build = lambda: module.wipe(again.path)
+        with pytest.raises(module.ReleaseError, match=r"is used by .*release\.json is lost.*rollback\.yml") as caught:
+            again.built()
+    finally:
+        if process:
+            process.kill()
+            process.wait()
+    assert (packed.link in str(caught.value)) is current
+    assert Path(packed.path, "lib", "data.bin").exists()
+
+
+@needs_zstd
 def test_another_build_of_the_release_gives_way_to_that_of_the_builder(packed, make, tmp_path):
     other = make(prefix=str(tmp_path / "other"), cache_dir=str(tmp_path / "other-cache"))
     shutil.copytree(packed.path, other.path, symlinks=True)
@@ -319,6 +365,36 @@ def test_a_repair_that_was_killed_is_done_again(packed, make, monkeypatch):
     assert not look(packed, full=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "hosts", "expected"),
+    [
+        ({}, ["n1", "n2", "n3"], "n1"),
+        ({"n1": {"drift": {"total": 1}}}, ["n1", "n2", "n3"], "n2"),
+        # Its archive may be as damaged as it is itself.
+        ({"n1": {"present": False, "drift": {"total": 1}, "has_archive": True}}, ["n1", "n2", "n3"], "n2"),
+        ({name: {"drift": {"total": 1}} for name in ("n1", "n2", "n3")}, ["n1", "n2", "n3"], ""),
+        (
+            {name: {"drift": {"total": 1}, "has_archive": True} for name in ("n1", "n2", "n3")},
+            ["n3", "n2", "n1"],
+            "n1",
+        ),
+        ({"n3": {"drift": {"total": 1}}}, ["n3"], "n1"),
+    ],
+    ids=["all whole", "builder damaged", "only its archive", "nobody", "archives alone", "limit"],
+)
+def test_files_are_taken_from_a_node_that_has_all_of_them(changes, hosts, expected):
+    whole = {"present": True, "drift": {"total": 0}, "has_archive": False, "manifest_sha256": "aa"}
+    texts = yaml.safe_load((PROGRAM.parents[1] / "vars/main.yml").read_text())
+    variables = {name: trust_as_template(text) for name, text in texts.items() if isinstance(text, str)}
+    variables |= {
+        "__python_env_builder": "n1",
+        "ansible_play_hosts": hosts,
+        "hostvars": {name: {"__python_env_found": whole | changes.get(name, {})} for name in hosts},
+    }
+    found = Templar(loader=DataLoader(), variables=variables).template(trust_as_template("{{ __python_env_repairer }}"))
+    assert found == expected
+
+
 @needs_zstd
 def test_without_an_archive_the_error_says_what_helps(packed, make):
     damage(packed)
@@ -344,6 +420,17 @@ def test_check_mode_names_and_repairs_nothing(packed, make):
     assert again.changed
     assert f"would repair: missing {LIB}/ray/__init__.py" in again.actions
     assert snapshot(packed) == before
+    assert f"{socket.gethostname()}: would repair: missing {LIB}/ray/__init__.py" in again.module.warned
+
+
+@needs_zstd
+def test_the_screen_shows_what_was_repaired_but_no_endless_list(packed, make):
+    for number in range(25):
+        Path(packed.path, LIB, f"by_hand_{number}.py").write_text("")
+    again, _result = repair(make, packed)
+    shown = [text for text in again.module.warned if ": repaired: extra " in text]
+    assert len(shown) == module.SHOWN_FILES
+    assert again.module.warned[-1].endswith(f": repaired: 25 files in all, see {packed.params['log_path']}")
 
 
 @needs_zstd
@@ -361,11 +448,15 @@ def test_a_unit_from_before_goes_on_one_from_after_is_restarted(packed, make):
         rewrite(Path(packed.path, LIB, "vllm", "__init__.py"), b"x = 2\n")
         late = subprocess.Popen(["sleep", "60"], env={"X": f"{packed.params['prefix']}/current/bin"})
         try:
-            _again, result = repair(make, packed)
+            checked = make(check_mode=True)
+            assert len(checked.repaired()["restart"]) == 1
+            assert "playbooks/serve.yml" in checked.module.warned[-1]
+            again, result = repair(make, packed)
         finally:
             late.kill()
             late.wait()
         assert len(result["restart"]) == 1
+        assert "playbooks/serve.yml" in again.module.warned[-1]
         assert os.lstat(packed.link).st_mtime > stamp + 5
     finally:
         early.kill()
@@ -373,6 +464,34 @@ def test_a_unit_from_before_goes_on_one_from_after_is_restarted(packed, make):
 
 
 # ---------------------------------------------------------------- previous, users
+
+
+def test_a_switch_that_was_killed_half_way_shows(tmp_path, monkeypatch):
+    prefix, real = str(tmp_path), tree.replace_link
+    for identity in OTHERS[:2]:
+        tree.switch(prefix, identity)
+        assert tree.linked(prefix) != tree.linked(prefix, "previous")
+
+    def killed(path, target):
+        if path.endswith("/current"):
+            raise KeyboardInterrupt
+        real(path, target)
+
+    monkeypatch.setattr(tree, "replace_link", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tree.switch(prefix, OTHERS[0])
+    assert tree.linked(prefix) == tree.linked(prefix, "previous") == OTHERS[1]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_a_switch_that_is_undone_leaves_both_links_as_they_were(tmp_path, before):
+    prefix = str(tmp_path)
+    for identity in OTHERS[:before]:
+        tree.switch(prefix, identity)
+    links = tree.linked(prefix), tree.linked(prefix, "previous")
+    tree.switch(prefix, OTHERS[4])
+    tree.switch(prefix, *links)
+    assert (tree.linked(prefix), tree.linked(prefix, "previous")) == links
 
 
 @needs_zstd
@@ -408,7 +527,7 @@ def test_a_process_that_names_its_release_counts_for_that_one_alone(make):
     fill(old)
     old.make_current()
     prefix = old.params["prefix"]
-    # As a unit is started: a script of the release, whose first line names the release's Python, and a PATH by the link.
+    # As a unit is started: a script of the release, whose first line names the release's Python; a PATH by the link.
     process = subprocess.Popen(["sleep", "60"], env={"HOME": old.path, "PATH": f"{prefix}/current/bin:/bin"})
     try:
         time.sleep(1.2)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,6 +272,55 @@ def test_the_lock_outlives_a_killed_parent_until_its_child_ends(make, tmp_path):
         pass
 
 
+def test_a_lock_whose_file_was_removed_is_not_taken_by_two(make, tmp_path):
+    first, second, third = make(), make(), make()
+    lock = str(tmp_path / "lock")
+    waiting, taken, done = threading.Event(), threading.Event(), threading.Event()
+
+    def wait():
+        waiting.set()
+        with second.locked(lock):
+            taken.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=wait)
+    with first.locked(lock):
+        thread.start()
+        waiting.wait()
+        time.sleep(0.3)  # it has opened the file by now
+        assert first.remove(lock) is False, "it is held"
+        Path(lock).unlink()
+    assert taken.wait(10)
+    try:
+        with pytest.raises(module.BusyError), third.locked(lock, patience=0):
+            pass
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_runs_that_build_two_releases_share_one_uv(make, tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / NAME, "w") as archive:
+        archive.writestr("uv-9.9.9.data/scripts/uv", "#!/bin/sh\nexit 0\n#" + "x" * (30 << 20))
+    sha256 = module.file_sha256(str(wheels / NAME))
+    children = []
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                release = make(find_links=[str(wheels)], uv_sha256=sha256)
+                for _ in range(4):
+                    subprocess.run([release.uv()], check=True)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+
+
 # ---------------------------------------------------------------- switch
 
 
@@ -310,8 +360,39 @@ def test_the_builder_proves_once(make):
     release = make()
     fill(release, built_on=socket.gethostname())
     release.prove = lambda: pytest.fail("proven twice")
+    release.fetched()
     release.make_current()
     assert release.is_current()
+
+
+@needs_zstd
+def test_a_release_is_proven_where_all_nodes_wait_for_each_other(make, tmp_path, offered):
+    elsewhere = {"prefix": str(tmp_path / "other"), "cache_dir": str(tmp_path / "cache2"), "source": offered}
+    proven = []
+
+    def run(state, broken=False):
+        def prove():
+            proven.append(state)
+            if broken:
+                raise module.ReleaseError("GLIBC_2.38 not found")
+
+        release = make(**elsewhere)
+        release.prove = prove
+        getattr(release, state)()
+        return release
+
+    for _ in range(2):  # also when it is there already
+        with pytest.raises(module.ReleaseError, match="GLIBC"):
+            run("fetched", broken=True)
+    run("fetched")
+    release = run("make_current")
+    assert release.is_current()
+    assert proven == ["fetched"] * 3, "not a second time for the switch"
+    run("fetched")
+    assert proven == ["fetched"] * 3, "nor where it runs"
+    Path(release.link).unlink()
+    run("make_current")
+    assert proven[3:] == ["make_current"], "the proof counts for one switch"
 
 
 def test_check_mode_changes_nothing_on_a_bare_node(make, tmp_path):
@@ -369,7 +450,54 @@ def test_what_a_process_uses_stays(make):
     assert names(release.root) == sorted([ID, OTHERS[0], OTHERS[1]])
 
 
+def test_what_killed_runs_left_goes_what_others_are_at_stays(make):
+    release = make(keep=1)
+    fill(release)
+    release.prepare_folders()
+    for identity in OTHERS[:3]:
+        fill(release, identity)
+    left = [Path(release.root, f".{OTHERS[3]}.part"), Path(release.archives, f"{OTHERS[3]}.tar.zst.part")]
+    busy = [Path(release.root, f".{OTHERS[4]}.part"), Path(release.archives, f"{OTHERS[4]}.tar.zst.part")]
+    for folder, archive in (left, busy):
+        Path(folder, "x").mkdir(parents=True)
+        archive.write_bytes(b"x")
+    other = make()
+    with (
+        other.locked(str(Path(release.root, f".{OTHERS[4]}.lock"))),
+        other.locked(str(Path(release.archives, f"{OTHERS[4]}.tar.zst.lock"))),
+        other.locked(str(Path(release.root, f".{OTHERS[0]}.lock"))),
+    ):
+        started = time.monotonic()
+        release.make_current()
+    assert time.monotonic() - started < 5, "it does not wait for them"
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in busy)
+    assert names(release.root) == sorted([ID, OTHERS[0]])
+
+
 # ---------------------------------------------------------------- errors that say what helps
+
+
+@needs_zstd
+def test_an_archive_that_cannot_be_finished_leaves_nothing(make, monkeypatch):
+    release = make()
+    fill(release, size=5 << 20)
+    real, started = subprocess.Popen, []
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **more: started.append(real(*words, **more)) or started[-1])
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fanout.Digests, "update", full)
+        with pytest.raises(OSError, match="No space left"):
+            release.built()
+    assert [process.returncode is None for process in started] == [False, False], "they would hold the locks"
+    assert not list(Path(release.archives).glob("*.part"))
+    release.id = OTHERS[0]
+    with pytest.raises(module.ReleaseError, match=rf"packing .* failed: .*{OTHERS[0]}"):
+        release.pack()
+    assert not list(Path(release.archives).glob("*.part"))
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(make, monkeypatch):
@@ -442,7 +570,7 @@ def test_passwords_travel_in_the_environment_only(make):
     release = make(
         extra_index_urls=["https://other.example/simple"],
         find_links=["/opt/wheels"],
-        credentials={"index.example": "me:secret"},
+        credentials={"https://index.example/simple": "me:secret"},
         http_proxy="http://proxy:3128",
         ca_bundle="/etc/ca.pem",
     )
@@ -454,6 +582,25 @@ def test_passwords_travel_in_the_environment_only(make):
     assert environment["HTTPS_PROXY"] == environment["https_proxy"] == "http://proxy:3128"
     assert environment["SSL_CERT_FILE"] == "/etc/ca.pem"
     assert "UV_INDEX_STRATEGY" not in make().index_environment()
+
+
+@pytest.mark.parametrize(
+    ("url", "login"),
+    [
+        ("https://h/one/uv/", "a:1@"),
+        ("https://h/one", "a:1@"),
+        ("https://h/one/deeper/x", "c:3@"),
+        ("https://h/two/", "b:2@"),
+        ("https://h/files/x.whl", "c:3@"),  # where the page of one of them leads
+        ("http://h/one/uv/", ""),
+        ("https://h2/one/uv/", ""),
+        ("https://h:444/one/", ""),
+        ("/opt/wheels", ""),
+    ],
+)
+def test_each_index_of_a_server_has_its_own_login(make, url, login):
+    release = make(credentials={"https://h/one": "a:1", "https://h/one/deeper": "c:3", "https://h/two": "b:2"})
+    assert release.with_credentials(url) == url.replace("//", f"//{login}")
 
 
 NAME = module.UV_WHEEL.format(version="9.9.9")

@@ -111,7 +111,11 @@ def test_another_vllm_than_asked_for_is_named_with_the_remedy():
     ("url", "clean", "secrets"),
     [
         ("https://pypi.org/simple", "https://pypi.org/simple", {}),
-        ("https://me:p%40ss@mirror:8443/simple", "https://mirror:8443/simple", {"mirror:8443": "me:p%40ss"}),
+        (
+            "https://me:p%40ss@mirror:8443/simple",
+            "https://mirror:8443/simple",
+            {"https://mirror:8443/simple": "me:p%40ss"},
+        ),
         ("/opt/wheels@2", "/opt/wheels@2", {}),
     ],
 )
