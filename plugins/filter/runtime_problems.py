@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin shim: the logic and its tests are in plugin_utils/runtime/compare.py."""
+"""Thin shims: the logic and its tests are in plugin_utils/runtime/compare.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ def runtime_problems(found: Any, variant: Any) -> list[str]:
     return compare.version_problems(*to_plain((found, variant)))
 
 
+def runtime_repairs(found: Any, builder: Any) -> dict[str, Any]:
+    return compare.repairs(*to_plain((found, builder)))
+
+
 def rollback_plan(found: Any, release: Any, vllm_version: Any) -> dict[str, Any]:
     return compare.rollback_plan(*to_plain((found, release, vllm_version)))
 
 
 class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
-        return {"runtime_problems": runtime_problems, "rollback_plan": rollback_plan}
+        return {
+            "runtime_problems": runtime_problems,
+            "runtime_repairs": runtime_repairs,
+            "rollback_plan": rollback_plan,
+        }

@@ -184,11 +184,8 @@ OF_A_RUN = {
     "__preflight_facts",
     "__preflight_rdma_here",
     "__python_env_answers",
-    "__python_env_archived",
-    "__python_env_damaged",
     "__python_env_problems",
-    "__python_env_repairer",
-    "__python_env_whole",
+    "__python_env_repairs",
     "__rollback_plan",
 }
 

@@ -57,6 +57,30 @@ def _differences(found: Mapping[str, Found]) -> list[str]:
     return problems
 
 
+def repairs(found: Mapping[str, Found], builder: str) -> dict[str, Any]:
+    """`damaged`: the nodes whose release is not as it was built. `giver`: the node that offers them what they lack,
+    empty where none can.
+
+    found: as in version_problems, of the nodes of this run. A builder outside of it (--limit) is asked without having
+    been looked at.
+    """
+    own = found.get(builder)
+    reference = own["manifest_sha256"] if own and own["drift"]["total"] == 0 else ""
+    damaged = [
+        node
+        for node, about in found.items()
+        if about["drift"]["total"] or (about["present"] and reference not in ("", about["manifest_sha256"]))
+    ]
+    whole = [node for node, about in found.items() if _is_whole(about)]
+    # An archive may be damaged, too.
+    archived = [node for node, about in found.items() if about["has_archive"]]
+    if own is None:
+        whole.append(builder)
+    by_preference = [*(node for node in (builder,) if node in whole), *whole]
+    by_preference += [*(node for node in (builder,) if node in archived), *archived]
+    return {"damaged": damaged, "giver": by_preference[0] if by_preference else ""}
+
+
 def _is_whole(about: Found) -> bool:
     return bool(about.get("present")) and not (about.get("drift") or {}).get("total")
 

@@ -168,3 +168,31 @@ def test_a_release_that_one_node_lacks() -> None:
 def test_another_vllm_needs_other_command_lines() -> None:
     plan = compare.rollback_plan(FOUND, "", "0.34.0")
     assert "-e rollback_release=0000000000000001 -e python_env_vllm_version=0.33.0" in plan["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "hosts", "giver", "damaged"),
+    [
+        ({}, ["n1", "n2", "n3"], "n1", []),
+        ({"n1": {"drift": {"total": 1}}}, ["n1", "n2", "n3"], "n2", ["n1"]),
+        # Its archive may be as damaged as it is itself.
+        ({"n1": {"present": False, "drift": {"total": 1}, "has_archive": True}}, ["n1", "n2", "n3"], "n2", ["n1"]),
+        ({name: {"drift": {"total": 1}} for name in ("n1", "n2", "n3")}, ["n1", "n2", "n3"], "", ["n1", "n2", "n3"]),
+        (
+            {name: {"drift": {"total": 1}, "has_archive": True} for name in ("n1", "n2", "n3")},
+            ["n3", "n2", "n1"],
+            "n1",
+            ["n3", "n2", "n1"],
+        ),
+        ({"n3": {"drift": {"total": 1}}}, ["n3"], "n1", ["n3"]),
+        ({"n2": {"manifest_sha256": "bb"}}, ["n1", "n2", "n3"], "n1", ["n2"]),
+        ({name: {"present": False, "manifest_sha256": ""} for name in ("n1", "n2")}, ["n1", "n2"], "", []),
+    ],
+    ids=["all whole", "builder damaged", "only its archive", "nobody", "archives alone", "limit", "another", "bare"],
+)
+def test_files_are_taken_from_a_node_that_has_all_of_them(
+    changes: dict[str, Any], hosts: list[str], giver: str, damaged: list[str]
+) -> None:
+    whole = {"present": True, "drift": {"total": 0}, "has_archive": False, "manifest_sha256": "aa"}
+    found = {name: whole | changes.get(name, {}) for name in hosts}
+    assert compare.repairs(found, "n1") == {"damaged": damaged, "giver": giver}

@@ -13,9 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
-from ansible.parsing.dataloader import DataLoader
-from ansible.template import Templar, trust_as_template
 from ansible_collections.ironrack.vllm.plugins.module_utils import release_tree as tree
 from ansible_collections.ironrack.vllm.plugins.modules import release as module
 from releases import ID, OTHERS, fill, needs_zstd
@@ -363,36 +360,6 @@ def test_a_repair_that_was_killed_is_done_again(packed, make, monkeypatch):
     assert look(packed)
     repair(make, packed)
     assert not look(packed, full=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "hosts", "expected"),
-    [
-        ({}, ["n1", "n2", "n3"], "n1"),
-        ({"n1": {"drift": {"total": 1}}}, ["n1", "n2", "n3"], "n2"),
-        # Its archive may be as damaged as it is itself.
-        ({"n1": {"present": False, "drift": {"total": 1}, "has_archive": True}}, ["n1", "n2", "n3"], "n2"),
-        ({name: {"drift": {"total": 1}} for name in ("n1", "n2", "n3")}, ["n1", "n2", "n3"], ""),
-        (
-            {name: {"drift": {"total": 1}, "has_archive": True} for name in ("n1", "n2", "n3")},
-            ["n3", "n2", "n1"],
-            "n1",
-        ),
-        ({"n3": {"drift": {"total": 1}}}, ["n3"], "n1"),
-    ],
-    ids=["all whole", "builder damaged", "only its archive", "nobody", "archives alone", "limit"],
-)
-def test_files_are_taken_from_a_node_that_has_all_of_them(changes, hosts, expected):
-    whole = {"present": True, "drift": {"total": 0}, "has_archive": False, "manifest_sha256": "aa"}
-    texts = yaml.safe_load((PROGRAM.parents[1] / "vars/main.yml").read_text())
-    variables = {name: trust_as_template(text) for name, text in texts.items() if isinstance(text, str)}
-    variables |= {
-        "__python_env_builder": "n1",
-        "ansible_play_hosts": hosts,
-        "hostvars": {name: {"__python_env_found": whole | changes.get(name, {})} for name in hosts},
-    }
-    found = Templar(loader=DataLoader(), variables=variables).template(trust_as_template("{{ __python_env_repairer }}"))
-    assert found == expected
 
 
 @needs_zstd
