@@ -81,7 +81,7 @@ def switch(prefix, identity, previous=None):
     Killed in between, both lead to one release, which is so at no other time. previous: what that link is to lead to
     instead of the one that was current, or nothing.
     """
-    before = linked(prefix)
+    before, before_that = linked(prefix), linked(prefix, "previous")
     link = os.path.join(prefix, "previous")
     target = before if previous is None else previous
     if target and target != identity:
@@ -89,7 +89,15 @@ def switch(prefix, identity, previous=None):
     elif previous is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(link)
-    replace_link(os.path.join(prefix, "current"), os.path.join("releases", identity))
+    try:
+        replace_link(os.path.join(prefix, "current"), os.path.join("releases", identity))
+    except OSError:
+        if before_that:
+            replace_link(link, os.path.join("releases", before_that))
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(link)
+        raise
     sync_folder(prefix)
 
 

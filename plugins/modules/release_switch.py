@@ -124,8 +124,15 @@ def main():
                 f"{before or 'nothing'}",
                 **result,
             )
-        if not module.check_mode:
-            release_tree.switch(prefix, wanted, module.params["previous"])
+        try:
+            if not module.check_mode:
+                release_tree.switch(prefix, wanted, module.params["previous"])
+        except OSError as error:
+            module.fail_json(
+                msg=f"{socket.gethostname()}: {prefix}/current stays at {before or 'nothing'}: {error.strerror} "
+                f"({error.filename or prefix}). Make the folder writable for root and run again",
+                **result,
+            )
         link = f"{prefix}/current"
         result["changed"] = True
         result["diff"] = {

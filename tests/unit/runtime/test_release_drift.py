@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import py_compile
@@ -458,6 +459,25 @@ def test_a_switch_that_is_undone_leaves_both_links_as_they_were(tmp_path, before
     links = tree.linked(prefix), tree.linked(prefix, "previous")
     tree.switch(prefix, OTHERS[4])
     tree.switch(prefix, *links)
+    assert (tree.linked(prefix), tree.linked(prefix, "previous")) == links
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_a_switch_that_fails_leaves_both_links_as_they_were(tmp_path, monkeypatch, before):
+    prefix = str(tmp_path)
+    for identity in OTHERS[:before]:
+        tree.switch(prefix, identity)
+    links = tree.linked(prefix), tree.linked(prefix, "previous")
+    real = tree.replace_link
+
+    def refuse(path, target):
+        if path.endswith("/current"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        real(path, target)
+
+    monkeypatch.setattr(tree, "replace_link", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        tree.switch(prefix, OTHERS[4])
     assert (tree.linked(prefix), tree.linked(prefix, "previous")) == links
 
 
