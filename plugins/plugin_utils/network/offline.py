@@ -12,6 +12,7 @@ from typing import Any
 from ..hosts import time_service
 from ..inventory.validate import Problem, not_set, show
 from . import firewall, ssh
+from .ports import FILE_PORTS
 
 # Prefix, variables that have a rule of their own, what has to be on for it, and the rules.
 _CHECKS: tuple[tuple[str, tuple[str, ...], dict[str, Any], Callable[[Mapping[str, Any]], list[str]]], ...] = (
@@ -64,6 +65,7 @@ def problems(
         lines = ssh.check({"accept_changed_host_keys": changed}, hosts=values)
         found += [_problem(host, line) for line in lines]
         found += _port_ranges(host, own)
+        found += _serve_ports(host, own)
         found += _lock_out(host, own, (logins or {}).get(host, ""), host in nodes)
         if host in nodes:
             found += _clock(host, values, nodes)
@@ -79,6 +81,14 @@ def _lock_out(host: str, own: Mapping[str, Any], login: str, managed: bool) -> I
     }
     if managed and login and own.get("ssh_mode") == "hardened" and not ssh.check(given):
         yield from (_problem(host, line) for line in ssh.locked_out(given, login, host))
+
+
+def _serve_ports(host: str, own: Mapping[str, Any]) -> Iterator[Problem]:
+    """Releases and models are handed on by servers that stay for minutes: the second would find its port taken."""
+    given = {name: str(own.get(name) or default) for name, default in FILE_PORTS.items()}
+    first, second = given
+    if given[first] == given[second]:
+        yield Problem(host, second, given[second], f"is the value of {first}, too", "give each a port of its own")
 
 
 def _port_ranges(host: str, own: Mapping[str, Any]) -> Iterator[Problem]:
