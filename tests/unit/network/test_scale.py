@@ -18,13 +18,9 @@ COUNT = 64
 NAMES = [f"n{number}" for number in range(1, COUNT + 1)]
 ADDRESSES = {name: f"10.20.0.{number}" for number, name in enumerate(NAMES, 1)}
 SETTINGS = {"mode": "strict_ports", "admin_networks": ["10.9.0.0/16"], "client_networks": ["10.0.0.0/8"]}
-# Of the task file, in its order; what runs on the controller alone is left out. The last six come with `full` only.
-TASKS = [
-    "net_listener",
-    "net_probe",
-    "net_listener",
-    *(name for check in ("gloo", "rdma", "nccl") for name in (f"{check}_check", "async_status")),
-]
+# Of the task files, in their order; what runs on the controller alone is left out.
+QUICK = ["net_listener", "net_probe", "net_listener"]
+FULL = [name for check in ("gloo", "rdma", "nccl") for name in (f"{check}_check", "async_status")]
 
 
 def plan() -> dict[str, Any]:
@@ -175,10 +171,8 @@ def test_plan_rules_peers_and_verdict_of_64_nodes() -> None:
 
 def test_each_node_has_the_same_few_tasks() -> None:
     """No loop, so that connections to a node do not grow with the number of its peers."""
-    tasks = yaml.safe_load((ROOT / "roles/preflight/tasks/measure_network.yml").read_text("utf-8"))
-    on_nodes = [task for task in tasks if not task.get("run_once")]
-    modules = [key.rpartition(".")[2] for task in on_nodes for key in task if key.count(".") == 2]
-    assert modules == TASKS
-    assert not [key for task in tasks for key in task if key == "loop" or key.startswith("with_")]
-    quick = [task for task in on_nodes if "__preflight_network_full" not in task["when"]]
-    assert len(quick) == 3
+    for name, modules in (("measure_network", [*QUICK, "include_tasks"]), ("measure_full", FULL)):
+        tasks = yaml.safe_load((ROOT / f"roles/preflight/tasks/{name}.yml").read_text("utf-8"))
+        on_nodes = [task for task in tasks if not task.get("run_once")]
+        assert [key.rpartition(".")[2] for task in on_nodes for key in task if key.count(".") == 2] == modules
+        assert not [key for task in tasks for key in task if key == "loop" or key.startswith("with_")]
