@@ -185,7 +185,9 @@ options:
     type: dict
     default: {}
   keep:
-    description: With O(state=current), how many releases to keep. The current one and those in use always stay.
+    description: >-
+      With O(state=current), how many releases to keep. The current one and those in use always stay. With
+      O(state=built) it counts on a host that runs none itself.
     type: int
     default: 3
 attributes:
@@ -538,10 +540,10 @@ class Release:
     def prepare_folders(self):
         for folder in (self.params["prefix"], self.root, self.params["cache_dir"], self.archives):
             os.makedirs(folder, mode=0o755, exist_ok=True)
-        if platform.machine() != "x86_64":
+        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
             raise ReleaseError(
-                f"{socket.gethostname()} is {platform.machine()}; the lock files hold wheels for x86_64 only. "
-                "Take this node out of the instances."
+                f"{socket.gethostname()} is {platform.system()} on {platform.machine()}; the lock files hold wheels "
+                "for Linux on x86_64 only. Take this node out of the instances, or name another python_env_builder."
             )
         missing = missing_commands()
         if missing:
@@ -1101,6 +1103,8 @@ class Release:
                 if not entry:
                     self.require_whole(known=whole)
                     entry = self.pack()
+        if not self.linked():
+            self.collect_garbage()  # a host that only builds: no switch does it there
         if not self.params["pack"]:
             return {}
         marker = self.marker()

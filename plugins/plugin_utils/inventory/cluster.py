@@ -558,6 +558,20 @@ class Builder:
         groups = self.groups if self.require_addresses else {}
         self.problems += offline.problems(self.values, addresses, groups, logins)
 
+    def check_release_builder(self, nodes: list[str]) -> None:
+        """One that is no node of the cluster has no address in the plan, so its own variables must say it."""
+        for builder in dict.fromkeys(str(self.values[node].get("python_env_builder", "")) for node in nodes):
+            if builder in self.values and builder not in nodes and not self.values[builder].get("cluster_address"):
+                self.problems.append(
+                    Problem(
+                        builder,
+                        "cluster_address",
+                        "(not set)",
+                        "builds the release (python_env_builder), but the nodes do not know where to fetch it",
+                        "set it to the IP address at which they reach this host",
+                    )
+                )
+
     # Ports
 
     def ray_ports(self, ray_nodes: list[str]) -> dict[int, str]:
@@ -710,6 +724,7 @@ class Builder:
         self.check_network(addresses)
         ray_nodes = [head, *workers] if head else []
         self.check_ports(planned, ray_nodes)
+        self.check_release_builder(nodes)
         if self.problems:
             return {}
         return self._assemble(

@@ -270,6 +270,13 @@ def _without_keys(values: Mapping[str, Mapping[str, Any]], names: Mapping[str, I
             )
 
 
+_NO_BUILDER = {
+    "model_store_builder": "name a node that gets the runtime, or leave it out",
+    "python_env_builder": "name a host of the inventory, or leave it out; the controller is one when it stands there "
+    "with ansible_connection: local and cluster_address, the IP address at which the nodes reach it",
+}
+
+
 def _unknown_builder(values: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
     """A node that is to fetch for the others, and is none."""
     for host, variables in values.items():
@@ -281,7 +288,7 @@ def _unknown_builder(values: Mapping[str, Mapping[str, Any]]) -> Iterator[Proble
                     name,
                     show(builder),
                     "is no host of the inventory",
-                    _suggest(builder, values) or "name a node that gets the runtime, or leave it out",
+                    _suggest(builder, values) or _NO_BUILDER[name],
                 )
 
 

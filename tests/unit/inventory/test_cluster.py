@@ -54,7 +54,8 @@ def run(
     facts: dict[str, Facts] | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    roles = {"fabric_type": {"type": "str"}, **{name: {"type": "int"} for name in RAY_PORTS}}
+    texts = {name: {"type": "str"} for name in ("fabric_type", "python_env_builder")}
+    roles = {**texts, **{name: {"type": "int"} for name in RAY_PORTS}}
     checked = validate(hosts, roles)
 
     def load(variable: str, model: Any) -> Any:
@@ -272,6 +273,20 @@ def test_invalid_gpus_are_told_once(gpus: Any) -> None:
     _, problems = run(set_on(lab(), "n3", gpus=gpus))
     assert problems
     assert "declares no GPUs" not in render(problems)
+
+
+def test_a_builder_outside_of_the_cluster_says_where_it_is_reached() -> None:
+    hosts = lab()
+    for host in hosts.values():
+        host["python_env_builder"] = "controller"
+    hosts["controller"] = {"python_env_builder": "controller", "cluster_address": "10.77.1.250"}
+    plan, problems = run(hosts)
+    assert problems == []
+    assert "controller" not in plan["nodes"]
+    del hosts["controller"]["cluster_address"]
+    _, (problem,) = run(hosts)
+    assert (problem.host, problem.variable) == ("controller", "cluster_address")
+    assert "python_env_builder" in problem.problem
 
 
 def test_address_from_cached_facts() -> None:

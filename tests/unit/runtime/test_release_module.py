@@ -430,6 +430,21 @@ def test_old_releases_and_archives_go_the_newest_stay(make):
     assert names(release.archives) == [f"{identity}.tar.zst" for identity in OTHERS[-2:]]
 
 
+def test_a_host_that_only_builds_clears_up_too(make):
+    release = make(keep=2, pack=False)
+    for index, identity in enumerate(OTHERS):
+        age(fill(release, identity) / module.MARKER, 1000 - index)
+    fill(release)
+    release.built()
+    assert names(release.root) == sorted([ID, OTHERS[-1]])
+    # A node does it with the switch, when the one before is known.
+    release.make_current()
+    for identity in OTHERS[:-1]:
+        fill(release, identity)
+    make(keep=2, pack=False).built()
+    assert names(release.root) == sorted([ID, *OTHERS])
+
+
 def test_what_a_process_uses_stays(make):
     old = make(release_id=OTHERS[0])
     age(fill(old) / module.MARKER, 1000)
