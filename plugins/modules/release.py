@@ -251,8 +251,8 @@ has_archive:
   type: bool
 runtime:
   description: >-
-    Versions found on this node, of C(python), C(vllm), C(ray), C(torch), C(nccl), C(cuda) (of torch) and C(driver).
-    What is not there is left out.
+    Versions found on this node, of C(python), C(vllm), C(ray), C(torch), C(nccl), C(cuda) (of torch), C(vllm_cuda) (the
+    major version that vLLM's extension is linked to) and C(driver). What is not there is left out.
   returned: O(state=inspected)
   type: dict
 restart:
@@ -319,6 +319,8 @@ SERVER_UNIT = "ironrack-release-server.service"
 DISTRIBUTIONS = {"vllm": "vllm", "ray": "ray", "torch": "torch", "nvidia_nccl_cu": "nccl"}
 DISTRIBUTION = re.compile(r"(vllm|ray|torch|nvidia_nccl_cu[0-9]+)-([^-]+)\.dist-info")
 PRINT_PYTHON = "import platform; print(platform.python_version())"
+# Names that a library is linked to stand ahead of its code.
+LINKED_WITHIN = 16 << 20
 # How many changed files are named; that of a release which somebody upgraded by hand would be thousands.
 NAMED_FILES = 100
 # How many of them on the screen.
@@ -354,6 +356,13 @@ def is_named(path, handle):
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:
         return False
+
+
+def linked_cuda(path):
+    """Major version of CUDA that a library is linked to, or None."""
+    with open(path, "rb") as stream:
+        match = re.search(rb"\0libcudart\.so\.([0-9]+)\0", stream.read(LINKED_WITHIN))
+    return match[1].decode() if match else None
 
 
 def existing_parent(path):
@@ -483,6 +492,8 @@ class Release:
             with contextlib.suppress(OSError), open(name, encoding="utf-8") as stream:
                 match = re.search(r"(?m)^cuda\b[^=]*=\s*['\"]([\d.]+)", stream.read())
                 found.update({"cuda": match[1]} if match else {})
+        extension = self.extension_cuda()
+        found.update({"vllm_cuda": extension} if extension else {})
         with contextlib.suppress(OSError), open("/proc/driver/nvidia/version", encoding="utf-8") as stream:
             match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", stream.read())
             found.update({"driver": match[1]} if match else {})
@@ -493,6 +504,13 @@ class Release:
             done = subprocess.run(ask, capture_output=True, text=True, check=False)
             found.update({"python": done.stdout.strip()} if done.returncode == 0 else {})
         return found
+
+    def extension_cuda(self):
+        """Major version of CUDA that vLLM's extension is made for, or None."""
+        names = glob.glob(os.path.join(self.path, "lib", "python3*", "site-packages", "vllm", "_C*.so"))
+        with contextlib.suppress(OSError):
+            return next(filter(None, map(linked_cuda, sorted(names))), None)
+        return None
 
     def interpreter_version(self):
         """Version of the Python that the environment is made from; with conda the release brings it."""
@@ -979,6 +997,13 @@ class Release:
                 f"torch in {self.path} is made for CUDA {found['cuda']}, python_env_variant is "
                 f"{self.params['variant']}. "
                 "Take a lock of that variant (python_env_lock)."
+            )
+        extension = self.extension_cuda()
+        if extension not in (None, cuda):
+            raise ReleaseError(
+                f"vLLM's extension in {self.path} is made for CUDA {extension}, python_env_variant is "
+                f"{self.params['variant']} and torch is made for CUDA {found['cuda'] or 'none'}. Take vLLM's wheel of that "
+                "variant (python_env_lock, python_env_wheels)."
             )
 
     def prove_here(self):

@@ -23,6 +23,7 @@ _COMPARED = {
     "torch": ("torch", ""),
     "nccl": ("NCCL", ""),
     "cuda": ("torch's CUDA", ""),
+    "vllm_cuda": ("the CUDA of vLLM's extension", ""),
 }
 _OTHER_BUILD = (
     "both say that they are whole, so one was put there by hand: remove its folder under releases/ and run again, "

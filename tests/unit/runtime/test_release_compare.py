@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import compare
 
-RUNTIME = {"python": "3.12.3", "vllm": "0.33.0", "ray": "2.50.0", "torch": "2.13.0", "nccl": "2.28.3", "cuda": "13.0"}
+RUNTIME = {
+    "python": "3.12.3",
+    "vllm": "0.33.0",
+    "ray": "2.50.0",
+    "torch": "2.13.0",
+    "nccl": "2.28.3",
+    "cuda": "13.0",
+    "vllm_cuda": "13",
+}
 
 
 def node(drift: int = 0, present: bool = True, **runtime: str) -> dict[str, Any]:
@@ -28,6 +36,7 @@ def test_equal_nodes_have_no_problems() -> None:
         ("torch", "torch"),
         ("nccl", "NCCL"),
         ("cuda", "torch's CUDA"),
+        ("vllm_cuda", "the CUDA of vLLM's extension"),
     ],
 )
 def test_a_difference_names_both_nodes_and_both_versions(name: str, title: str) -> None:

@@ -39,6 +39,9 @@ def release(make):
         (root / LIB / package / "__init__.py").write_text(f"version = {version!r}\n")
         py_compile.compile(str(root / LIB / package / "__init__.py"))
     (root / LIB / "torch" / "version.py").write_text("cuda: str = '13.0'\n")
+    # As in vLLM's own wheel: names first, then code; the name of another place in a path is none.
+    linked = b"\x7fELF" + bytes(9000) + b"/x/libcudart.so.11.0\0libcudart.so.13\0libcuda.so.1\0" + b"code" * 9000
+    (root / LIB / "vllm" / "_C_stable_libtorch.abi3.so").write_bytes(linked)
     (root / LIB / "torch" / "lib.so").write_bytes(b"\x7fELF" * 5000)
     fill(built)
     return built
@@ -154,14 +157,34 @@ def test_a_damaged_manifest_vouches_for_nothing(release, make):
 
 def test_what_is_found_of_versions(release):
     found = release.inspected()["runtime"]
-    assert {name: found[name] for name in ("vllm", "ray", "torch", "nccl", "cuda")} == {
+    assert {name: found[name] for name in ("vllm", "ray", "torch", "nccl", "cuda", "vllm_cuda")} == {
         "vllm": "0.32.0+cpu",
         "ray": "2.50.0",
         "torch": "2.13.0",
         "nccl": "2.28",
         "cuda": "13.0",
+        "vllm_cuda": "13",
     }
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+@pytest.mark.parametrize(
+    ("variant", "torch_cuda", "problem"),
+    [
+        ("cu130", "13.0", None),
+        ("cu129", "12.9", "vLLM's extension in .* is made for CUDA 13, python_env_variant is cu129 and torch .* 12.9"),
+        ("cpu", None, "vLLM's extension in .* is made for CUDA 13, python_env_variant is cpu"),
+        ("cu130", "12.9", "torch in .* is made for CUDA 12.9, python_env_variant is cu130"),
+    ],
+)
+def test_torch_and_the_extension_of_vllm_are_of_one_cuda(release, make, variant, torch_cuda, problem):
+    proven = make(variant=variant)
+    proven.run = lambda *_args, **_options: f"IRONRACK {json.dumps({**proven.versions, 'cuda': torch_cuda})}\n"
+    if problem is None:
+        module.Release.prove(proven)
+    else:
+        with pytest.raises(module.ReleaseError, match=problem):
+            module.Release.prove(proven)
 
 
 def test_a_leftover_of_a_killed_run_is_not_called_drift(release, make):
