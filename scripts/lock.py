@@ -47,7 +47,8 @@ virtual = [GenericVirtualPackage(PackageName(n), Version(v), BuildString("0")) f
 records = asyncio.run(solve(
     [Channel(order["channel"])], order["specs"], platforms=[order["platform"], "noarch"], virtual_packages=virtual
 ))
-json.dump([[r.url, r.sha256.hex() if r.sha256 else "", r.size or 0] for r in records], sys.stdout)
+rows = [[r.url, r.sha256.hex() if r.sha256 else "", r.size or 0, r.license or ""] for r in records]
+json.dump(rows, sys.stdout)
 """
 
 

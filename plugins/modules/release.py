@@ -1002,8 +1002,8 @@ class Release:
         if extension not in (None, cuda):
             raise ReleaseError(
                 f"vLLM's extension in {self.path} is made for CUDA {extension}, python_env_variant is "
-                f"{self.params['variant']} and torch is made for CUDA {found['cuda'] or 'none'}. Take vLLM's wheel of that "
-                "variant (python_env_lock, python_env_wheels)."
+                f"{self.params['variant']} and torch is made for CUDA {found['cuda'] or 'none'}. Take a wheel of vLLM "
+                "for that variant (python_env_lock, python_env_wheels)."
             )
 
     def prove_here(self):

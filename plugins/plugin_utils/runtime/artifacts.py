@@ -203,7 +203,7 @@ def apt_artifacts(packages: Iterable[debian.Package], wanted_by: str) -> list[Ar
 
 
 def conda_artifacts(packages: Iterable[conda.Package], mirror: str, source: str) -> list[Artifact]:
-    """The packages of an explicit lock. Its channel tells sizes and licences; here neither is known."""
+    """The packages of an explicit lock, with what it says of their sizes and licences."""
     return [
         Artifact(
             kind="conda",
@@ -211,9 +211,9 @@ def conda_artifacts(packages: Iterable[conda.Package], mirror: str, source: str)
             version=package.version,
             url=conda.mirrored(package, mirror),
             file=f"conda/{package.channel_name}/{package.subdir}/{package.file_name}",
-            size=0,
+            size=package.size,
             sha256=package.sha256,
-            licence=UNKNOWN,
+            licence=package.licence or UNKNOWN,
             wanted_by=source,
         )
         for package in packages

@@ -23,6 +23,7 @@ _LINE = re.compile(r"^(?P<url>[a-z][a-z0-9+.-]*://[^\s#]+)#(?P<hash>\S+)$")
 _SHA256 = re.compile(r"^(?:sha256[:=])?(?P<sha256>[0-9a-f]{64})$")
 _MD5 = re.compile(r"^(?:md5[:=])?[0-9a-f]{32}$")
 _FILE = re.compile(r"^(?P<name>.+)-(?P<version>[^-]+)-(?P<build>[^-]+)(?:\.conda|\.tar\.bz2)$")
+_ABOUT = re.compile(r"^# licence: (?P<licence>[^,]*?)(?:, size: (?P<size>\d+))?$")
 _SPEC = re.compile(r"^(?P<name>[a-z0-9_][a-z0-9_.-]*)\s*(?P<version>(?:[=<>!~].*)?)$")
 REMEDY = "Make it with `make lock`, or with `conda list --explicit --sha256`."
 
@@ -39,6 +40,9 @@ class Package:
     name: str
     version: str
     build: str
+    # What the comment ahead of its line says; "" and 0 are: not known.
+    licence: str = ""
+    size: int = 0
 
     @property
     def channel_name(self) -> str:
@@ -100,12 +104,19 @@ def _package(line: str, source: str) -> Package:
 
 def parse_explicit(text: str, source: str = "the conda lock") -> CondaLock:
     """Read an explicit lock in which every line has a sha256; raises when a package of it does not belong there."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if lines[:1] != [MARK]:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if next((line for line in lines if not line.startswith("#")), "") != MARK:
         raise RuntimeInputError(f"{source} does not begin with {MARK}: it is no explicit conda lock. {REMEDY}")
     packages: dict[str, Package] = {}
-    for line in lines[1:]:
+    about = None
+    for line in lines[lines.index(MARK) + 1 :]:
+        if line.startswith("#"):
+            about = _ABOUT.match(line)
+            continue
         package = _package(line, source)
+        if about:
+            package = dataclasses.replace(package, licence=about["licence"], size=int(about["size"] or 0))
+            about = None
         if package.name in packages:
             raise RuntimeInputError(f"{source}: {package.name} is named twice. {REMEDY}")
         if normalize(package.name).split("-")[0] in WHEELS_ONLY:
@@ -195,9 +206,12 @@ def _fits(version: str, wanted: str) -> bool:
     return True
 
 
-def render(packages: Iterable[tuple[str, str, int]], header: Iterable[str]) -> str:
-    """Text of an explicit lock from (URL, sha256, size), sorted by file name."""
+def render(packages: Iterable[tuple[str, str, int, str]], header: Iterable[str]) -> str:
+    """Text of an explicit lock from (URL, sha256, size, licence), sorted by file name."""
     rows = sorted(packages, key=lambda row: row[0].rsplit("/", 1)[-1])
     lines = [f"# {line}" for line in header]
-    lines += [f"# packages: {len(rows)}", f"# download-bytes: {sum(size for _url, _sha256, size in rows)}", MARK]
-    return "\n".join([*lines, *(f"{url}#{sha256}" for url, sha256, _size in rows)]) + "\n"
+    lines += [f"# packages: {len(rows)}", f"# download-bytes: {sum(row[2] for row in rows)}", MARK]
+    for url, sha256, size, licence in rows:
+        # Commas end it when it is read; licence expressions have none.
+        lines += [f"# licence: {licence.replace(',', ';') or 'unknown'}, size: {size}", f"{url}#{sha256}"]
+    return "\n".join(lines) + "\n"

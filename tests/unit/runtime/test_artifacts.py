@@ -100,6 +100,10 @@ def test_conda_packages_lie_by_channel_and_platform() -> None:
     packages = conda.parse_explicit(f"@EXPLICIT\n{url}#{HASHES['b']}\n").packages
     (found,) = artifacts.conda_artifacts(packages, "", "conda.lock")
     assert (found.url, found.file, found.sha256) == (url, "conda/forge/linux-64/python-3.12.1-h1_0.conda", HASHES["b"])
+    assert (found.size, found.licence) == (0, artifacts.UNKNOWN)
+    said = conda.parse_explicit(f"@EXPLICIT\n# licence: Python-2.0, size: 7\n{url}#{HASHES['b']}\n").packages
+    (known,) = artifacts.conda_artifacts(said, "", "conda.lock")
+    assert (known.size, known.licence) == (7, "Python-2.0")
     # Where the role fetches it with the mirror is where it lies.
     mirrored = conda.mirrored(packages[0], "file:///srv/mirror/conda")
     assert mirrored == f"file:///srv/mirror/{found.file}"

@@ -271,6 +271,24 @@ def test_specs_are_compared_with_what_the_lock_holds():
 
 
 def test_a_rendered_lock_can_be_read_again():
-    rows = [(f"{FORGE}/linux-64/python-3.12.13-0.conda", A, 5), (f"{FORGE}/noarch/ca-certificates-1-0.conda", B, 2)]
+    rows = [
+        (f"{FORGE}/linux-64/python-3.12.13-0.conda", A, 5, "Python-2.0"),
+        (f"{FORGE}/noarch/ca-certificates-1-0.conda", B, 2, ""),
+    ]
     lock = conda.parse_explicit(conda.render(rows, ["inputs: sha256:x"]))
     assert ([package.name for package in lock.packages], lock.download_bytes) == (["ca-certificates", "python"], 7)
+    assert [(package.licence, package.size) for package in lock.packages] == [("unknown", 2), ("Python-2.0", 5)]
+
+
+def test_what_a_lock_says_of_a_package_changes_nothing_that_is_installed():
+    line = f"{FORGE}/linux-64/python-3.12.13-0.conda#{A}"
+    bare = conda.parse_explicit(f"@EXPLICIT\n{line}\n")
+    said = conda.parse_explicit(f"# conda list\n@EXPLICIT\n# licence: Python-2.0\n{line}\n# licence: MIT, size: 7\n")
+    assert (bare.packages[0].licence, said.packages[0].licence, said.packages[0].size) == ("", "Python-2.0", 0)
+    assert bare.digest() == said.digest()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_lock_names_every_licence(path):
+    lock = conda.parse_explicit(path.read_text())
+    assert [package.name for package in lock.packages if not package.licence] == []
