@@ -768,8 +768,9 @@ class Folder:
             return str(self.artifacts.UNKNOWN)
 
     def _transfer(self, item: Any, part: Path) -> None:
-        for cache in self.caches:
-            kept = cache / Path(item.file).name
+        # Another mirror, one of its folders such as conda/, or a folder with the files themselves.
+        places = (item.file, item.file.partition("/")[2], Path(item.file).name)
+        for kept in (cache / place for cache in self.caches for place in places):
             same_size = kept.is_file() and item.size in (0, kept.stat().st_size)
             if same_size and item.sha256 and sha256_of(kept) == item.sha256:
                 shutil.copyfile(kept, part)

@@ -163,7 +163,6 @@ def main() -> int:
         "build_number": 0,
         "depends": [],
         "subdir": "linux-64",
-        "license": "PSF-2.0",
         "sha256": sha256,
         "size": len(data),
     }

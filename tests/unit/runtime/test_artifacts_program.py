@@ -206,6 +206,20 @@ def test_a_cache_is_asked_first_and_believed_by_its_hash_alone(
     assert asked == []
 
 
+@pytest.mark.parametrize("place", [".", "conda", "conda/forge/linux-64"], ids=["mirror", "channels", "files"])
+def test_a_cache_may_be_laid_out_as_a_mirror_is(site: tuple[str, list[str]], tmp_path: Path, place: str) -> None:
+    name, digest = "conda/forge/linux-64/a.whl", hashlib.sha256(DATA).hexdigest()
+    item = artifacts.Artifact("conda", "a", "1", f"{site[0]}/a.whl", name, 0, digest, "MIT")
+    wanted = tmp_path / "wanted.json"
+    wanted.write_text(json.dumps({"format": artifacts.FORMAT, "artifacts": [asdict(item)]}))
+    kept = tmp_path / "old" / name
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(DATA)
+    assert execute(FETCH, wanted, tmp_path / "m", tmp_path / "old" / place) == []
+    assert (tmp_path / "m" / name).read_bytes() == DATA
+    assert site[1] == []
+
+
 def model_file(url: str, tmp_path: Path, **more: str) -> Path:
     """A list of one file of a model, as the hub tells of a small one."""
     name = f"models/org/m/{'c' * 40}/a.whl"
