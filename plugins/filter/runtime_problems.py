@@ -18,6 +18,10 @@ def runtime_repairs(found: Any, builder: Any) -> dict[str, Any]:
     return compare.repairs(*to_plain((found, builder)))
 
 
+def failed_hosts(results: Any) -> list[str]:
+    return compare.failed_hosts(to_plain(results))
+
+
 def rollback_plan(found: Any, release: Any, vllm_version: Any) -> dict[str, Any]:
     return compare.rollback_plan(*to_plain((found, release, vllm_version)))
 
@@ -28,4 +32,5 @@ class FilterModule:
             "runtime_problems": runtime_problems,
             "runtime_repairs": runtime_repairs,
             "rollback_plan": rollback_plan,
+            "failed_hosts": failed_hosts,
         }

@@ -231,6 +231,14 @@ previous:
   description: Where the C(current) link points, or pointed before it was switched.
   returned: always
   type: str
+before:
+  description: Id of the release that was current before this task, or empty.
+  returned: always
+  type: str
+before_that:
+  description: Id of the release that was current before that one, or empty.
+  returned: always
+  type: str
 versions:
   description: Versions of vLLM, torch, Ray and Transformers that the lock holds.
   returned: always
@@ -1456,10 +1464,19 @@ class Release:
             raise ReleaseError(f"{self.path} is not complete; {self.link} stays at {previous or 'nothing'}")
         self.forget_archive()
         self.prove_here()
-        release_tree.switch(self.params["prefix"], self.id)
-        wipe(self.proof)
+        try:
+            release_tree.switch(self.params["prefix"], self.id)
+        except OSError as error:
+            raise ReleaseError(
+                f"{socket.gethostname()}: {self.link} stays at {previous or 'nothing'}: {error.strerror} "
+                f"({error.filename or self.params['prefix']}). Make the folder writable for root and run again"
+            ) from None
         self.done(f"switched {self.link} from {previous or 'nothing'} to releases/{self.id}")
-        self.collect_garbage()
+        try:
+            wipe(self.proof)
+            self.collect_garbage()
+        except OSError as error:  # it runs: that an old one could not be removed must not look like a failed switch
+            self.module.warn(f"{socket.gethostname()}: an old release could not be removed: {error}")
         return {"diff": diff}
 
 
@@ -1535,8 +1552,8 @@ def main():
     )
     os.umask(0o022)
     release = Release(module)
-    before = release.linked()
-    result = {}
+    before, prefix, result = release.linked(), module.params["prefix"], {}
+    links = {"before": release_tree.linked(prefix), "before_that": release_tree.linked(prefix, "previous")}
     try:
         if module.params["state"] == "inspected":
             result = release.inspected()
@@ -1573,6 +1590,7 @@ def main():
         versions=release.versions,
         actions=release.actions,
         log=module.params["log_path"],
+        **links,
         **result,
     )
 

@@ -117,6 +117,11 @@ def _old_drivers(found: Mapping[str, Found], variant: str) -> list[str]:
     return problems
 
 
+def failed_hosts(results: Mapping[str, Found | None]) -> list[str]:
+    """The hosts whose task failed or that were not reached; results: what the task registered for each, if anything."""
+    return [host for host, result in results.items() if result and (result.get("failed") or result.get("unreachable"))]
+
+
 # ---------------------------------------------------------------- rollback
 
 _ABSENT = (

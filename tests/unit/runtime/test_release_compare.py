@@ -69,6 +69,13 @@ def test_a_driver_too_old_is_named_with_one_that_is_not() -> None:
     assert compare.version_problems(found, "cpu") == []
 
 
+def test_who_failed_and_who_was_not_reached_is_told() -> None:
+    done = {"changed": True, "failed": False}
+    results = {"n1": done, "n2": {"failed": True, "msg": "x"}, "n3": {"unreachable": True}, "n4": {}, "n5": None}
+    assert compare.failed_hosts(results) == ["n2", "n3"]
+    assert compare.failed_hosts({"n1": done}) == []
+
+
 # ---------------------------------------------------------------- rollback
 
 

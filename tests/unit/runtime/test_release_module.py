@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -338,6 +339,38 @@ def test_the_switch_is_one_step_and_only_to_a_complete_release(make):
     again.make_current()
     assert not again.changed
     assert os.lstat(release.link).st_mtime_ns == before, "units restart when the link is newer than they are"
+
+
+def test_a_link_that_cannot_be_made_leaves_what_runs_and_says_what_helps(make, monkeypatch):
+    old, release = make(release_id=OTHERS[0]), make()
+    fill(old)
+    old.make_current()
+    fill(release)
+    real = module.release_tree.replace_link
+
+    def refuse(path, target):
+        if path == release.link:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        real(path, target)
+
+    monkeypatch.setattr(module.release_tree, "replace_link", refuse)
+    with pytest.raises(module.ReleaseError, match=r"stays at releases/.*Read-only file system.*run again"):
+        release.make_current()
+    assert release.linked() == f"releases/{OTHERS[0]}"
+
+
+def test_an_old_release_that_cannot_be_removed_is_no_failed_switch(make, monkeypatch):
+    release, warned = make(), []
+    fill(release)
+
+    def refuse():
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(release, "collect_garbage", refuse)
+    monkeypatch.setattr(release.module, "warn", warned.append, raising=False)
+    release.make_current()
+    assert release.is_current()
+    assert "Device or resource busy" in warned[0]
 
 
 def test_a_release_that_does_not_import_is_not_switched_to(make):
