@@ -423,7 +423,8 @@ def test_the_fabric_comes_up_while_waiting(host: Host, systemd: Callable[[str], 
     systemd("active")
     host.change("fabric/state", "In Progress")
     complete = RECORDING / "details.xml"
-    with subprocess.Popen(["/bin/sh", "-c", f"sleep 1; cp {complete} {host.details}"]):
+    appears = f"sleep 1; cp {complete} {host.details}.new; mv {host.details}.new {host.details}"
+    with subprocess.Popen(["/bin/sh", "-c", appears]):
         result = ready(host, timeout=30)
     assert result["ready"], result
 

@@ -202,6 +202,7 @@ def test_wrong_gpus(model_config, gpu) -> None:
         estimate(model_config("dense_8b"), gpu)
 
 
+@pytest.mark.alone
 @pytest.mark.benchmark(timer=time.process_time)
 def test_speed(model_config, benchmark) -> None:
     """At most 5 ms of processor time for the largest of the fixtures, the median of many rounds."""

@@ -172,6 +172,7 @@ def test_any_request_gives_a_plan_or_the_documented_error(model_config, data) ->
     planned(model_config("dense_8b"), nodes, request)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("model", "request_"),
     [

@@ -1,6 +1,6 @@
 """How long a chain of nodes takes, beside one copy and a star, when each node's uplink is limited.
 
-As a program it measures with a larger file, for docs/performance.md: `python tests/unit/runtime/test_fanout_speed.py`.
+As a program it measures with a larger file, for docs/performance.md: `PYTHONPATH=collections python tests/unit/runtime/test_fanout_speed.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, serve_files
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import fanout as order
 
@@ -113,6 +114,7 @@ def measure(folder, size, rate, piece):
     return fleet.copy(nodes[:1]), fleet.copy(nodes), fleet
 
 
+@pytest.mark.alone
 def test_a_chain_takes_little_longer_than_one_copy(tmp_path):
     """The bytes do not depend on the machine's load. The times do, so one of three runs has to keep the limit."""
     ratios = []
