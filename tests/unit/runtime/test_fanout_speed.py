@@ -1,6 +1,7 @@
 """How long a chain of nodes takes, beside one copy and a star, when each node's uplink is limited.
 
-As a program it measures with a larger file, for docs/performance.md: `PYTHONPATH=collections python tests/unit/runtime/test_fanout_speed.py`.
+As a program it measures with a larger file, for docs/performance.md:
+`PYTHONPATH=collections python tests/unit/runtime/test_fanout_speed.py`.
 """
 
 from __future__ import annotations
