@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import fcntl
 import gzip
 import hashlib
 import http.client
@@ -23,6 +25,7 @@ import lzma
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +60,10 @@ AGENT = {"User-Agent": "ironrack-artifacts"}
 CHUNK = 1 << 20
 WORKERS = 8
 TRIES = 4
+# In the folder that is being filled: who fills it.
+LOCK = ".ironrack-artifacts.lock"
+# By these apt finds the other indexes, with their hashes.
+SIGNED = ("InRelease", "Release", "Release.gpg")
 # Modules that install packages by themselves, and the name of the list of them.
 MODULE_PACKAGES = {"release": "COMMANDS"}
 # Wheels that role python_env fetches beside those of the lock, and how its variables call them.
@@ -478,21 +485,29 @@ def add_driver(repositories: Repositories, inventory: Inventory, host: str, fact
 # --- wheels and tools ---------------------------------------------------------------------------------------------
 
 
-def project_page(name: str, indexes: Sequence[str]) -> list[dict[str, Any]]:
+def project_page(name: str, indexes: Sequence[str], failed: dict[str, str]) -> list[dict[str, Any]]:
+    """What the indexes list of a package; `failed` gets the last error of each, for what is then found nowhere."""
     artifacts = code("plugin_utils.runtime.artifacts")
     accept = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
     found: list[dict[str, Any]] = []
     for index in indexes:
         try:
             data, kind, where = get(f"{index.rstrip('/')}/{name}/", accept)
-        except urllib.error.HTTPError:
+        except urllib.error.HTTPError as error:
+            if error.code != 404:  # it has no such package, which another index may have
+                failed[index] = str(error)
             continue
-        except OSError:
+        except OSError as error:
             local = index.startswith("file://") and Path(urllib.parse.urlsplit(index).path, name, "index.html")
+            if not local:
+                failed[index] = str(error)
             if not local or not local.exists():
                 continue
             data, kind, where = local.read_bytes(), "text/html", local.as_uri()
-        found += artifacts.index_page(data.decode("utf-8", "replace"), kind, where)
+        try:
+            found += artifacts.index_page(data.decode("utf-8", "replace"), kind, where)
+        except ValueError as error:
+            failed[index] = f"its page of {name} is no JSON ({error})"
     return found
 
 
@@ -523,12 +538,12 @@ def licence_of(name: str, version: str, url: str) -> str:
     ):
         try:
             text = get(place, tries=2)[0].decode("utf-8", "replace") if place.startswith("https://") else ""
-        except OSError:
+            info = {} if place.endswith(".metadata") else json.loads(text or "{}").get("info") or {}
+        except (OSError, ValueError):  # not there, or a page of something in between
             continue
         if place.endswith(".metadata"):
             said = artifacts.wheel_licence(text)
         else:
-            info = json.loads(text or "{}").get("info") or {}
             said = artifacts.wheel_licence(
                 "".join(
                     f"{key}: {value}\n"
@@ -565,17 +580,18 @@ def wheels_of(inventory: Inventory, arguments: argparse.Namespace) -> list[Any]:
     files = {str(inventory.variable(host, "python_env", "__python_env_lock")) for host in inventory.hosts()}
     beside = linked(places)
     found = []
+    failed: dict[str, str] = {}
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         for file in sorted(files):
             read = lock.parse_lock(Path(file).read_text(), Path(file).name)
             names = sorted(read.packages)
-            pages = dict(zip(names, pool.map(lambda name: project_page(name, indexes), names), strict=True))
+            pages = dict(zip(names, pool.map(lambda name: project_page(name, indexes, failed), names), strict=True))
             pages = {name: [*page, *beside] for name, page in pages.items()}
-            found += artifacts.choose_wheels(read, pages, Path(file).name)
+            found += artifacts.choose_wheels(read, pages, Path(file).name, failed)
         for name, version, sha256 in sorted(tools_of(inventory)):
-            page = [*project_page(name, indexes), *beside]
+            page = [*project_page(name, indexes, failed), *beside]
             only = lock.Lock({name: version}, {name: (sha256,)}, 0)
-            found += artifacts.choose_wheels(only, {name: page}, f"{TOOLS[name]}_sha256 of python_env")
+            found += artifacts.choose_wheels(only, {name: page}, f"{TOOLS[name]}_sha256 of python_env", failed)
         if not arguments.no_licences:
             said = pool.map(lambda item: licence_of(item.name, item.version, item.url), found)
             found = [replace(item, licence=licence) for item, licence in zip(found, said, strict=True)]
@@ -694,6 +710,26 @@ class Folder:
         self._done = 0
         self._guard = threading.Lock()
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """One run at a time: two would write to the same .part files."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self.path / LOCK
+        with lock.open("a+", encoding="utf-8") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                handle.seek(0)
+                raise Failure(
+                    f"{self.path} (DOWNLOAD) is being filled by {handle.read().strip() or 'another run'}, which "
+                    f"holds {lock}. Wait until it has ended, or name another folder"
+                ) from None
+            handle.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            handle.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+            handle.flush()
+            yield
+
     def whole(self, item: Any) -> bool:
         file = self.path / item.file
         try:
@@ -720,7 +756,7 @@ class Folder:
         print(f"{len(listed)} files, {self.artifacts.human(total)} into {self.path}", file=sys.stderr)
         problems: list[str] = []
         with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-            jobs = {pool.submit(self._one, item, indexes.get(item.file), total): item for item in listed}
+            jobs = {pool.submit(self._one, item, total): item for item in listed if item.file not in indexes}
             finished = {}
             for job in concurrent.futures.as_completed(jobs):
                 item = jobs[job]
@@ -732,17 +768,30 @@ class Folder:
             raise Failure(
                 "not fetched; run the same command again, it goes on where it stopped:\n" + "\n".join(sorted(problems))
             )
+        self._put(indexes)
+        finished |= {item.file: self._one(item, total) for item in listed if item.file in indexes}
         return [finished.get(item.file, item) for item in items]
 
-    def _one(self, item: Any, data: bytes | None, total: int) -> Any:
+    def _put(self, indexes: Mapping[str, bytes]) -> None:
+        """The indexes of apt, once all that they name is there: written first, then put in place, those signed last.
+
+        A node that finds a new Packages under an old InRelease, or the other way about, can install nothing at all.
+        """
+        new = []
+        for target, data in ((self.path / file, data) for file, data in indexes.items()):
+            if not target.exists() or target.read_bytes() != data:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.with_name(target.name + ".part").write_bytes(data)
+                new.append(target)
+        for target in sorted(new, key=lambda target: target.name in SIGNED):
+            target.with_name(target.name + ".part").replace(target)
+
+    def _one(self, item: Any, total: int) -> Any:
         target = self.path / item.file
         if not self.whole(item):
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_name(target.name + ".part")
-            if data is not None:
-                part.write_bytes(data)
-            else:
-                self._transfer(item, part)
+            self._transfer(item, part)
             if problem := self.wrong(item, part):
                 part.unlink()
                 raise Failure(problem)
@@ -775,6 +824,7 @@ class Folder:
             if same_size and item.sha256 and sha256_of(kept) == item.sha256:
                 shutil.copyfile(kept, part)
                 return
+        conda_env = code("module_utils.conda_env")
         for attempt in range(TRIES):
             start = part.stat().st_size if part.exists() else 0
             if item.size and start == item.size:
@@ -783,7 +833,8 @@ class Folder:
                 with opened(item.url, 0 if start > item.size > 0 else start) as answer:
                     resumed = getattr(answer, "status", None) == 206
                     with part.open("ab" if resumed else "wb") as stream:
-                        shutil.copyfileobj(answer, stream, CHUNK)
+                        begun = start if resumed else 0
+                        conda_env.receive(answer, stream, (item.size or conda_env.MOST) - begun)
                 if not item.size or part.stat().st_size >= item.size:
                     return
             except urllib.error.HTTPError as error:
@@ -791,6 +842,9 @@ class Folder:
                     part.unlink()
                 elif error.code not in (429, 500, 502, 503, 504) or attempt == TRIES - 1:
                     raise
+            except conda_env.TooMuchError as error:
+                part.unlink()
+                raise Failure(str(error)) from None
             except OSError:
                 if attempt == TRIES - 1:
                     raise
@@ -884,6 +938,8 @@ def collect(arguments: argparse.Namespace) -> tuple[list[Any], dict[str, bytes],
         indexes |= files
     step("models")
     found += models_of(inventory, report)
+    for name in ("missing", "remarks"):
+        setattr(report, name, list(dict.fromkeys(getattr(report, name))))
     return artifacts.merged(found), indexes, report
 
 
@@ -946,27 +1002,31 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.inventory:
         raise Failure("name an inventory: make artifacts INVENTORY=inventories/prod")
-    items, indexes, report = collect(arguments)
-    for name in ("missing", "remarks"):
-        setattr(report, name, list(dict.fromkeys(getattr(report, name))))
     if arguments.download:
         folder = Folder(arguments.download.resolve(), arguments.cache)
-        items = folder.fetch(items, indexes)
-        folder.write_list(items, arguments.inventory.name, report)
-        problems = folder.check(items)
-        if problems:
-            raise Failure(f"{folder.path} is not whole:\n" + "\n".join(problems))
-        print("".join(f"note: {remark}\n" for remark in report.remarks), end="")
-        told(folder, items)
-        if report.missing:
-            raise Failure("these could not be fetched, the folder is not complete:\n" + "\n".join(report.missing))
-        print(f"in the inventory: ironrack_mirror: {folder.path} (a folder on the nodes), or the URL that serves it")
+        with folder.held():  # before the minutes that the list takes
+            download(folder, arguments)
         return 0
+    items, _, report = collect(arguments)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     replace_text(arguments.json, artifacts.dump(items, arguments.inventory.name, report.missing, report.remarks))
     print(artifacts.table(items, report.missing, report.remarks))
     print(f"as JSON: {arguments.json}")
     return 0
+
+
+def download(folder: Folder, arguments: argparse.Namespace) -> None:
+    items, indexes, report = collect(arguments)
+    items = folder.fetch(items, indexes)
+    folder.write_list(items, arguments.inventory.name, report)
+    problems = folder.check(items)
+    if problems:
+        raise Failure(f"{folder.path} is not whole:\n" + "\n".join(problems))
+    print("".join(f"note: {remark}\n" for remark in report.remarks), end="")
+    told(folder, items)
+    if report.missing:
+        raise Failure("these could not be fetched, the folder is not complete:\n" + "\n".join(report.missing))
+    print(f"in the inventory: ironrack_mirror: {folder.path} (a folder on the nodes), or the URL that serves it")
 
 
 def told(folder: Folder, items: Sequence[Any]) -> None:

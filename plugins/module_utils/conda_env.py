@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import email.utils
 import errno
 import hashlib
 import http.client
@@ -23,6 +24,8 @@ import urllib.parse
 import urllib.request
 
 CHUNK = 1 << 20
+MOST = 16 << 30  # bytes of a file whose size nobody told
+PATIENCE = 60  # the longest pause that a server may ask for, in seconds
 MARK = "@EXPLICIT"
 # Run by the Python of a tool environment that holds py-rattler. Copies instead of links: what a release holds must not
 # change when something in a cache does.
@@ -54,6 +57,10 @@ class CondaError(Exception):
     """A problem whose text names what is wrong and what helps."""
 
 
+class TooMuchError(Exception):
+    """A server sends more than a file can have."""
+
+
 def file_sha256(path):
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
@@ -65,31 +72,70 @@ def file_sha256(path):
 # ---------------------------------------------------------------- fetching
 
 
+def receive(answer, stream, most):
+    """Copy what a server sends; what breaks off is told from what is whole and wrong, and there is an end to it.
+
+    http.client itself takes a body that is shorter than announced for a whole one where it is read in parts.
+    """
+    headers = getattr(answer, "headers", None) or {}
+    length = (headers.get("Content-Length") or "").strip()
+    # Of what comes packed and is unpacked on the way, the header tells another length.
+    told = int(length) if length.isdecimal() and not headers.get("Content-Encoding") else None
+    if told is not None and told > most:
+        raise TooMuchError(f"the server announces {told} bytes, and {most} are the most that it can be")
+    got = 0
+    for block in iter(lambda: answer.read(CHUNK), b""):
+        got += len(block)
+        if got > most:
+            raise TooMuchError(f"the server sends more than {most} bytes, the most that it can be")
+        stream.write(block)
+    if told is not None and got < told:
+        raise ConnectionError(f"the answer broke off after {got} of {told} bytes")
+
+
+def asked_pause(error):
+    """Seconds that a server asks to wait, as a number or as a date; as long as that is no build hanging."""
+    value = ((getattr(error, "headers", None) or {}).get("Retry-After") or "").strip()
+    try:
+        seconds = (
+            int(value) if value.isdecimal() else email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        )
+    except (ValueError, TypeError):  # it does not say, or nothing that can be read
+        return 0
+    return min(max(seconds, 0), PATIENCE)
+
+
 def fetch_file(url, target, sha256, *, opener, log, what, remedy, attempts=4, pause=1.0):
     """Bring one file of a known hash to target; a whole copy that is there already is not fetched again."""
     if os.path.exists(target) and file_sha256(target) == sha256:
         return
     partial = f"{target}.part"
-    problem, wrong = "", 0
+    problem, wrong, asked = "", 0, 0
     local = urllib.parse.urlsplit(url).scheme == "file"
     for attempt in range(attempts):
         if attempt:
-            time.sleep(pause * 2 ** (attempt - 1))
+            time.sleep(max(pause * 2 ** (attempt - 1), asked))
+            asked = 0
         log(f"fetching {url}")
         try:
             if local:
                 shutil.copyfile(urllib.request.url2pathname(urllib.parse.urlsplit(url).path), partial)
             else:
                 with contextlib.closing(opener(url)) as answer, open(partial, "wb") as stream:
-                    shutil.copyfileobj(answer, stream, CHUNK)
+                    receive(answer, stream, MOST)
+        except TooMuchError as error:
+            problem = str(error)
+            break
         except (OSError, http.client.HTTPException) as error:
             if getattr(error, "errno", None) == errno.ENOSPC:
                 raise
             problem = f"{type(error).__name__}: {error}"
             log(f"attempt {attempt + 1}: {problem}")
-            # An answer 4xx, or what a folder says, will not be another one in a second.
-            if local or 400 <= (getattr(error, "code", None) or 0) < 500:
+            code = getattr(error, "code", None) or 0
+            # An answer 4xx, or what a folder says, will not be another one in a second; 408 and 429 ask to come again.
+            if local or (400 <= code < 500 and code not in (408, 429)):
                 break
+            asked = asked_pause(error)
             continue
         found = file_sha256(partial)
         if found == sha256:

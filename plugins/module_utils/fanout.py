@@ -5,7 +5,7 @@ A file travels in pieces. Each is compared with its digest before it is written,
 node that meets one knows at once who sent it. A source that fails is left for the next; the last one is the builder.
 """
 # Plain os calls, as in the modules.
-# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH110, PTH118, PTH120, PTH123, PTH202
+# ruff: noqa: PTH103, PTH105, PTH108, PTH110, PTH114, PTH118, PTH120, PTH123, PTH202
 
 from __future__ import annotations
 
@@ -321,6 +321,11 @@ def _verified(stream, pieces):
     return len(pieces)
 
 
+def _no_link(path, flags):
+    """For open(): root writes through no link that somebody may have put there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _begin(path, pieces, log):
     """Number of pieces that `<path>.part` already holds; after this it holds nothing else."""
     partial, unproven = f"{path}.part", f"{path}.unproven"
@@ -328,13 +333,13 @@ def _begin(path, pieces, log):
     with contextlib.suppress(FileNotFoundError):
         # Under another name while it is read: a server hands on what lies in a .part
         os.replace(partial, unproven)
-    if not os.path.exists(unproven):
-        with open(unproven, "wb"):
-            pass
-    with open(unproven, "r+b") as stream:
+    if os.path.islink(unproven):
+        os.unlink(unproven)  # none of ours: it is somebody else's file that would be cut
+    with open(unproven, "a+b", opener=_no_link) as stream:
+        stream.seek(0)
         have = _verified(stream, pieces)
         stream.truncate(sum(length for _first, length, _digest in pieces[:have]))
-    os.chmod(unproven, 0o644)
+        os.fchmod(stream.fileno(), 0o644)
     os.replace(unproven, partial)
     if have:
         log(f"{partial} holds {have} of {len(pieces)} pieces")
@@ -363,7 +368,7 @@ class _Fetcher:
         self.told.add(sum(length for _first, length, _digest in pieces[:index]), entry["name"], None)
         partial = f"{path}.part"
         try:
-            with open(partial, "ab", buffering=0) as stream:
+            with open(partial, "ab", buffering=0, opener=_no_link) as stream:
                 self.arrive(entry, pieces, index, stream)
                 os.fsync(stream.fileno())
         except OSError as error:
@@ -426,8 +431,12 @@ def base_url(address, port):
     return f"http://{host}:{port}/"
 
 
-def serve(unit, folder, names, address, port, *, lifetime=3600, idle=300):
-    """Serve files from a transient unit: it needs no file that a killed run could leave behind. Returns the URL."""
+def serve(unit, folder, names, address, port, *, lifetime=3600, idle=None):
+    """Serve files from a transient unit: it needs no file that a killed run could leave behind. Returns the URL.
+
+    Without `idle` it waits its whole lifetime for somebody to ask: a run may do other work for hours in between.
+    """
+    idle = lifetime if idle is None else idle
     text = inspect.getsource(serve_files)
     if small_files.read(PROGRAM) != text:
         small_files.write(PROGRAM, text, 0o755)

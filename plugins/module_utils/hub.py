@@ -7,7 +7,7 @@ against them. The library has no way to go on with a file that another process b
 and removes it on failure), so files are taken with its `http_get`, which resumes, into `<name>.part`.
 """
 # Plain os calls, as in the modules.
-# ruff: noqa: PTH105, PTH108, PTH110, PTH113, PTH118, PTH123, PTH202, S106
+# ruff: noqa: PTH105, PTH108, PTH110, PTH113, PTH118, PTH202, S106
 
 from __future__ import annotations
 
@@ -201,6 +201,7 @@ class Hub:
 
     def download(self, entry, commit, target):
         partial = target + models.PART
+        models.drop_link(partial)
         url = self.library.hf_hub_url(self.repo, entry["name"], revision=commit, endpoint=self.endpoint)
         headers = self.library.utils.build_hf_headers(token=self.token)
 
@@ -212,7 +213,7 @@ class Hub:
                 os.unlink(partial)
             have = arrived()
             # Not opened to append: the library may cut the file back where a server knows no ranges.
-            with open(partial, "r+b" if have else "wb") as stream:
+            with open(partial, "r+b" if have else "wb", opener=models.no_link) as stream:
                 stream.seek(have)
                 self.http_get(url, stream, resume_size=have, headers=headers, expected_size=entry["size"])
             if arrived() != entry["size"]:
@@ -270,14 +271,15 @@ class Hub:
         listing = self.job["listing"]
         # The large ones first, so that no worker is left alone with one at the end.
         order = sorted(listing["files"], key=lambda entry: -entry["size"])
-        with concurrent.futures.ThreadPoolExecutor(self.job["workers"]) as pool:
-            futures = [pool.submit(self.file, entry, listing["commit"]) for entry in order]
-            try:
-                done = [future.result() for future in futures]
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
+        pool = concurrent.futures.ThreadPoolExecutor(self.job["workers"])
+        futures = [pool.submit(self.file, entry, listing["commit"]) for entry in order]
+        try:
+            done = [future.result() for future in concurrent.futures.as_completed(futures)]
+        except BaseException:
+            # Told at once: the transfers that still run end with the process.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
         return {**listing, "files": sorted(done, key=lambda entry: entry["name"])}
 
 
@@ -299,6 +301,8 @@ def main():
         result = hub.fetch() if job.get("listing") else hub.listing()
     except models.ModelError as error:
         result = {"error": str(error)}
+    except OSError as error:
+        result = {"error": models.no_space(error, job["folder"]) or models.os_text(error)}
     except ImportError as error:
         result = {"error": f"the release has no huggingface_hub that can be used ({error}): run playbooks/runtime.yml"}
     with contextlib.suppress(BrokenPipeError):

@@ -15,7 +15,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import ssl
 import time
 import urllib.error
@@ -39,7 +38,14 @@ class Mirror:
         self.base = base.rstrip("/")
         self.folder = urllib.parse.unquote(parts.path) if parts.scheme == "file" else None
         self.log, self.pause = log, pause
-        context = ssl.create_default_context(cafile=ca_bundle or None)
+        self.refused = ""  # what the mirror answered where it let nothing be read
+        try:
+            context = ssl.create_default_context(cafile=ca_bundle or None)
+        except OSError as error:
+            raise models.ModelError(
+                f"model_store_ca_bundle = {ca_bundle} cannot be used ({error.strerror or error}): name a file of this "
+                "node with certificates in PEM, or leave it empty for the system's"
+            ) from None
         handlers = [urllib.request.HTTPSHandler(context=context), redirects.Handler()]
         if proxy:
             handlers.append(urllib.request.ProxyHandler({"http": proxy, "https": proxy}))
@@ -103,6 +109,7 @@ class Mirror:
             if error.code in (401, 403):
                 # Of a bucket that may not be listed, what is not there is forbidden.
                 self.log(f"{url}: {error}")
+                self.refused = f"{error.code} {error.reason}"
                 return None
             raise
 
@@ -138,6 +145,13 @@ class Mirror:
             raise models.ModelError(
                 f"the mirror has no model at {folder} (model_store_mirror, or ironrack_mirror/models): put it there "
                 "with `make artifacts DOWNLOAD=<folder>`, or correct model.repo and model.revision"
+            )
+        if self.refused:
+            raise models.ModelError(
+                f"{self.url(place, models.MANIFEST)} and {self.url(place, SUMS)} cannot be read: the mirror "
+                f"(model_store_mirror) answers {self.refused}. Put a name and password that may read it into the URL "
+                "(https://name:password@host/...). Of a bucket that does not let itself be listed, this may also mean "
+                "that it has not this revision"
             )
         raise models.ModelError(
             f"{self.url(place, models.MANIFEST)} and {self.url(place, SUMS)} cannot be read: the mirror "
@@ -219,6 +233,7 @@ class Mirror:
 
     def bring(self, place, entry, partial):
         url = self.url(place, entry["name"])
+        models.drop_link(partial)
 
         def arrived():
             return os.path.getsize(partial) if os.path.exists(partial) else 0
@@ -232,8 +247,17 @@ class Mirror:
             source = self.local(place, entry["name"], have) if self.folder is not None else None
             with source or self.open(place, entry["name"], first=have) as answer:
                 resumed = bool(have) and (source is not None or answer.status == 206)
-                with open(partial, "ab" if resumed else "wb") as stream:
-                    shutil.copyfileobj(answer, stream, models.CHUNK)
+                left = entry["size"] - have if resumed else entry["size"]
+                with open(partial, "ab" if resumed else "wb", opener=models.no_link) as stream:
+                    while block := answer.read(min(models.CHUNK, left + 1)):
+                        left -= len(block)
+                        if left < 0:
+                            raise models.ModelError(
+                                f"{url} has more than the {entry['size']} bytes that the mirror (model_store_mirror) "
+                                "lists: the file is another one, or a proxy answers in its place "
+                                "(model_store_http_proxy); copy the folder to the mirror again"
+                            )
+                        stream.write(block)
             if arrived() != entry["size"]:
                 raise ConnectionError(f"the connection ended after {arrived()} of {entry['size']} bytes")
 

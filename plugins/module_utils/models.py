@@ -6,7 +6,7 @@ long as it is being filled, there is `ARRIVING` instead. A folder with neither w
 own files can then say whether it is whole.
 """
 # Plain os calls, as in the modules.
-# ruff: noqa: PTH101, PTH102, PTH105, PTH108, PTH110, PTH112, PTH113, PTH115, PTH116, PTH118, PTH119, PTH120, PTH123, PTH202, PTH204, PTH208
+# ruff: noqa: PTH101, PTH102, PTH105, PTH108, PTH110, PTH112, PTH113, PTH114, PTH115, PTH116, PTH118, PTH119, PTH120, PTH123, PTH202, PTH204, PTH208
 
 from __future__ import annotations
 
@@ -92,6 +92,12 @@ def no_link(path, flags):
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
+def drop_link(path):
+    """Where ironrack writes, a link is none of its own."""
+    if os.path.islink(path):
+        os.unlink(path)
+
+
 def write_atomically(path, text):
     partial = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):
@@ -99,8 +105,8 @@ def write_atomically(path, text):
     with open(partial, "w", encoding="utf-8", opener=no_link) as stream:
         stream.write(text)
         stream.flush()
+        os.fchmod(stream.fileno(), 0o644)
         os.fsync(stream.fileno())
-    os.chmod(partial, 0o644)
     os.replace(partial, path)
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
@@ -117,6 +123,12 @@ def safe_name(name):
 
 def prepare(folder, names=()):
     """The folders that the files need, open to everybody who may serve them."""
+    for name in names:
+        place = folder
+        for part in name.split("/")[:-1]:
+            place = os.path.join(place, part)
+            if os.path.islink(place):
+                raise ModelError(f"{place} is a link, and root writes through none in a model's folder: remove it")
     for path in [folder, *sorted({os.path.dirname(os.path.join(folder, name)) for name in names})]:
         missing, place = [], path
         while not os.path.isdir(place):
@@ -130,12 +142,12 @@ def prepare(folder, names=()):
 
 def keep_file(partial, target):
     """What has arrived and is right takes its place."""
-    handle = os.open(partial, os.O_RDONLY)
+    handle = no_link(partial, os.O_RDONLY)
     try:
+        os.fchmod(handle, 0o644)
         os.fsync(handle)
     finally:
         os.close(handle)
-    os.chmod(partial, 0o644)
     os.replace(partial, target)
 
 
@@ -449,13 +461,18 @@ def check_room(wanted_models, reserve):
     return sum(place["missing"] for place in places.values())
 
 
-def no_space(error, folder):
+def os_text(error):
+    """What the system said, and of which file."""
+    names = [str(name) for name in (error.filename, error.filename2) if name]
+    return ": ".join([*names, error.strerror or str(error)])
+
+
+def no_space(error, folder, stays="What has arrived stays and is gone on with"):
     """The message where the disk filled up on the way, or None for another error."""
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return (
-        f"the disk of {folder} on {socket.gethostname()} is full ({error.strerror}). What has arrived stays and is "
-        "gone on with: make room and run again."
+        f"the disk of {folder} on {socket.gethostname()} is full ({error.strerror}). {stays}: make room and run again."
     )
 
 
@@ -473,7 +490,8 @@ class Log:
         for secret in self.secrets:
             text = text.replace(secret, "***")
         text = re.sub(r"(://)[^/\s]*@", r"\1***@", text)
-        with open(self.path, "a", encoding="utf-8") as stream:
+        # A log that cannot be written, on a full disk of its own, is no fault of a transfer.
+        with contextlib.suppress(OSError), open(self.path, "a", encoding="utf-8") as stream:
             stream.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {text}\n")
 
 

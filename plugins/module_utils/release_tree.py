@@ -4,12 +4,14 @@
 Shared by the modules release and release_switch and by the program ironrack-release, so nothing of Ansible is imported.
 """
 # Plain os calls, as in the modules: a release has tens of thousands of files.
-# ruff: noqa: PTH101, PTH102, PTH105, PTH108, PTH112, PTH114, PTH115, PTH118, PTH119, PTH120, PTH123, PTH208, PTH211
+# ruff: noqa: PTH101, PTH102, PTH105, PTH108, PTH112, PTH114, PTH115, PTH116, PTH118, PTH119, PTH120
+# ruff: noqa: PTH123, PTH208, PTH211
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import hashlib
 import heapq
 import json
@@ -46,6 +48,14 @@ def file_sha256(path):
             digest.update(view[:size])
 
 
+def is_named(path, handle):
+    """Whether an open file is still the one of that name: who held a lock may have removed its file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
 def write_atomically(path, text):
     """Write a small file so that a reader, or a machine that loses power, sees all of it or none."""
     partial = f"{path}.part"
@@ -75,11 +85,34 @@ def replace_link(path, target):
     os.replace(partial, path)
 
 
-def switch(prefix, identity, previous=None):
+@contextlib.contextmanager
+def held(prefix, identity):
+    """Nobody builds, repairs or removes the release meanwhile; for seconds, so it is waited for."""
+    path = os.path.join(prefix, "releases", f".{identity}.lock")
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if is_named(path, handle):
+                yield
+                return
+        finally:
+            os.close(handle)
+
+
+def link_time(prefix):
+    """When `current` was made, in nanoseconds since the epoch, or 0: units that started before are restarted."""
+    try:
+        return os.lstat(os.path.join(prefix, "current")).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def switch(prefix, identity, previous=None, made_at=0):
     """Make a release the current one. `previous` is set first: it is what a rollback returns to.
 
     Killed in between, both lead to one release, which is so at no other time. previous: what that link is to lead to
-    instead of the one that was current, or nothing.
+    instead of the one that was current, or nothing. made_at: as link_time() was, to undo a switch without a trace.
     """
     before, before_that = linked(prefix), linked(prefix, "previous")
     link = os.path.join(prefix, "previous")
@@ -98,7 +131,11 @@ def switch(prefix, identity, previous=None):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(link)
         raise
-    sync_folder(prefix)
+    # It is switched: nothing below may look as if it were not.
+    with contextlib.suppress(OSError):
+        if made_at:
+            os.utime(os.path.join(prefix, "current"), ns=(made_at, made_at), follow_symlinks=False)
+        sync_folder(prefix)
 
 
 # ---------------------------------------------------------------- manifest

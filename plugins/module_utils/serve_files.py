@@ -64,13 +64,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body):
+        name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)[1:]
+        if name not in self.server.names:
+            self.empty(404)  # a scanner does not keep the server alive
+            return
         self.server.activity.change(1)
         try:
-            name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)[1:]
-            if name not in self.server.names:
-                self.empty(404)
-            else:
-                self.send_file(name, body)
+            self.send_file(name, body)
         finally:
             self.server.activity.change(-1)
 

@@ -16,8 +16,8 @@ description:
   - >-
     V(listed), on the node that fetches, finds out what the model consists of. V(room) refuses when the disk of a node
     is too small. V(fetched) fetches, and serves the files to the others. V(received) takes them from the nodes given,
-    and hands them on meanwhile. V(finished) ends the servers, removes old revisions if it may, and says what is there
-    now.
+    and hands them on meanwhile. V(finished) removes old revisions if it may, and says what is there now. V(stopped)
+    ends the node's server, also after a failure.
   - Progress in bytes, with the time that is left, is written to O(log_path) on the node.
 author:
   - The ironrack authors
@@ -25,7 +25,7 @@ options:
   state:
     description: What to do.
     type: str
-    choices: [listed, room, fetched, received, finished]
+    choices: [listed, room, fetched, received, finished, stopped]
     required: true
   models:
     description: The models that this node has to do with.
@@ -242,6 +242,11 @@ class Fetch:
                 f"model_store_token_file = {path} on {self.host} has the mode {stat.S_IMODE(mode):04o}, others can "
                 f"read the token: chmod 600 {path}"
             )
+        if not token:
+            raise models.ModelError(
+                f"model_store_token_file = {path} on {self.host} is empty: put the token there, or set "
+                "model_store_token_file to an empty text for models that need none"
+            )
         # A server may repeat it in what it answers.
         self.module.no_log_values.add(token)
         return token
@@ -394,7 +399,9 @@ class Fetch:
             else:
                 listings[model["path"]] = self.fetch(model, listing)
         if self.params["serve"] and not self.module.check_mode:
-            self.serve(listings)
+            # Also what comes to this node afterwards: it keeps its one server, and others wait for it there.
+            arriving = {path: each for path, each in self.params["listings"].items() if models.check_listing(each)}
+            self.serve({**arriving, **listings})
         return {"listings": listings}
 
     def fetch(self, model, found):
@@ -414,7 +421,7 @@ class Fetch:
                     else:
                         listing = self.hub(model, listing, lock)
             except OSError as error:
-                raise models.ModelError(models.no_space(error, path) or str(error)) from None
+                raise models.ModelError(models.no_space(error, path) or models.os_text(error)) from None
             self.finish(path, listing)
         self.done(f"fetched {model['repo']} to {path}: {progress.summary()}")
         return {**listing, "here": True}
@@ -463,12 +470,11 @@ class Fetch:
         names = [f"{self.relative(path)}/{e['name']}" for path, listing in listings.items() for e in listing["files"]]
         serve = self.params["serve"]
         try:
-            fanout.serve(
-                UNIT, self.params["store"], names, serve["address"], serve["port"], lifetime=serve["lifetime"], idle=600
-            )
-        except fanout.FanoutError as error:
+            fanout.serve(UNIT, self.params["store"], names, serve["address"], serve["port"], lifetime=serve["lifetime"])
+        except (fanout.FanoutError, OSError) as error:
+            told = models.os_text(error) if isinstance(error, OSError) else error
             self.warnings.append(
-                f"{self.host} hands no models on, the others ask further up (model_store_serve_port): {error}"
+                f"{self.host} hands no models on, the others ask further up (model_store_serve_port): {told}"
             )
 
     def relative(self, path):
@@ -520,7 +526,8 @@ class Fetch:
                     "model_store_serve_port through between the nodes"
                 ) from None
             except OSError as error:
-                raise models.ModelError(models.no_space(error, path) or str(error)) from None
+                stays = "Files that are whole stay, the one that did not fit was removed"
+                raise models.ModelError(models.no_space(error, path, stays) or models.os_text(error)) from None
             self.warnings += came["wrong"]
             self.finish(path, listing)
         self.done(
@@ -534,7 +541,6 @@ class Fetch:
         params = self.params
         if self.module.check_mode:
             return {"models": {}}
-        fanout.stop(UNIT)
         if params["keep"] >= 0:
             for path in models.surplus(models.revisions(params["store"], params["planned"]), params["keep"]):
                 self.remove(path)
@@ -557,9 +563,20 @@ class Fetch:
         except models.ModelError as error:
             self.warnings.append(f"{path} is not removed: {error}")
             return
+        except OSError as error:
+            # Its manifest is gone first, so no later run takes it for a model, nor tries again.
+            self.warnings.append(f"{path} on {self.host} is not wholly removed ({models.os_text(error)}): remove it")
+            return
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(path))
         self.done(f"removed the old revision {path}")
+
+    # -- stopped
+
+    def stopped(self):
+        if not self.module.check_mode:
+            fanout.stop(UNIT)
+        return {}
 
 
 def _size(listing):
@@ -572,7 +589,7 @@ def main():
             "state": {
                 "type": "str",
                 "required": True,
-                "choices": ["listed", "room", "fetched", "received", "finished"],
+                "choices": ["listed", "room", "fetched", "received", "finished", "stopped"],
             },
             "models": {
                 "type": "list",
@@ -622,11 +639,12 @@ def main():
     common = {"log": module.params["log_path"]}
     try:
         result = getattr(fetch, module.params["state"])()
-    except models.ModelError as error:
+    except (models.ModelError, OSError) as error:
         if module.params["state"] == "received":
             fanout.stop(UNIT)  # those who wait for this node go on to the next source
+        told = models.os_text(error) if isinstance(error, OSError) else error
         module.fail_json(
-            msg=f"{error} (on {fetch.host}; log: {module.params['log_path']})", actions=fetch.actions, **common
+            msg=f"{told} (on {fetch.host}; log: {module.params['log_path']})", actions=fetch.actions, **common
         )
     for warning in fetch.warnings:
         module.warn(warning)

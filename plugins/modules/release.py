@@ -239,6 +239,11 @@ before_that:
   description: Id of the release that was current before that one, or empty.
   returned: always
   type: str
+link_time:
+  description: >-
+    When the link C(current) was made, in nanoseconds since the epoch, or 0; units that are older get restarted.
+  returned: always
+  type: int
 versions:
   description: Versions of vLLM, torch, Ray and Transformers that the lock holds.
   returned: always
@@ -293,11 +298,14 @@ log:
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
+import hashlib
 import http.client
 import json
 import os
 import platform
+import pwd
 import re
 import shutil
 import socket
@@ -329,6 +337,7 @@ DISTRIBUTION = re.compile(r"(vllm|ray|torch|nvidia_nccl_cu[0-9]+)-([^-]+)\.dist-
 PRINT_PYTHON = "import platform; print(platform.python_version())"
 # Names that a library is linked to stand ahead of its code.
 LINKED_WITHIN = 16 << 20
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # How many changed files are named; that of a release which somebody upgraded by hand would be thousands.
 NAMED_FILES = 100
 # How many of them on the screen.
@@ -358,12 +367,14 @@ def wipe(path):
         shutil.rmtree(path)
 
 
-def is_named(path, handle):
-    """Whether an open file is still the one of that name."""
+def this_machine():
+    """A digest of the machine's id, which is not to be given away itself; hosts of two sites may share a name."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(handle))
-    except FileNotFoundError:
-        return False
+        with open("/etc/machine-id", encoding="ascii") as stream:
+            text = stream.read().strip()
+    except OSError:
+        text = ""
+    return hashlib.sha256(f"ironrack {text or socket.gethostname()}".encode()).hexdigest()[:16]
 
 
 def linked_cuda(path):
@@ -400,7 +411,9 @@ def require_space(needs, remedy):
 
 def sync_file_system(path):
     """The marker must not reach the disk before what it vouches for."""
-    subprocess.run(["sync", "--file-system", path], check=True)
+    done = subprocess.run(["sync", "--file-system", path], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise ReleaseError(f"{path} on {socket.gethostname()} could not be written to the disk: {done.stderr.strip()}")
 
 
 # ---------------------------------------------------------------- network
@@ -440,6 +453,7 @@ class Release:
         self.lock_handles = []
         self.actions = []
         self.changed = False
+        self.before_that = release_tree.linked(params["prefix"], "previous")
 
     # -- looking
 
@@ -554,7 +568,8 @@ class Release:
     # -- doing
 
     def log(self, text):
-        with open(self.params["log_path"], "a", encoding="utf-8") as stream:
+        # A log that cannot be written, on a full disk say, must not make a failure of what was done.
+        with contextlib.suppress(OSError), open(self.params["log_path"], "a", encoding="utf-8") as stream:
             stream.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self.id} {text}\n")
 
     def done(self, text):
@@ -597,7 +612,7 @@ class Release:
             while True:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if is_named(path, handle):
+                    if release_tree.is_named(path, handle):
                         break
                     # Who held it has removed the file: the next run would make another one, and hold that.
                     fresh = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -779,8 +794,8 @@ class Release:
                 self.log(f"fetching {name}")
                 with self.read_index(link) as answer, open(partial, "wb") as stream:
                     shutil.copyfileobj(answer, stream, CHUNK)
-        except (OSError, http.client.HTTPException) as error:
-            if getattr(error, "errno", None) == errno.ENOSPC:
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if getattr(error, "errno", None) in NO_ROOM:
                 raise
             raise ReleaseError(
                 f"the package index {' or '.join(pages)} did not answer on {socket.gethostname()}: {error}. Check "
@@ -866,6 +881,7 @@ class Release:
             "files": files,
             "bytes": size,
             "built_on": socket.gethostname(),
+            "machine": this_machine(),
             "built_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_atomically(os.path.join(self.path, MARKER), json.dumps(marker, indent=2, sort_keys=True) + "\n")
@@ -976,7 +992,8 @@ class Release:
             "print('IRONRACK ' + json.dumps({'vllm': metadata.version('vllm'), 'torch': torch.__version__,"
             " 'ray': ray.__version__, 'transformers': transformers.__version__, 'cuda': torch.version.cuda}))\n"
         )
-        options = {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.geteuid() == 0 else {}
+        nobody = pwd.getpwnam("nobody")  # its group has another name on other systems
+        options = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []} if os.geteuid() == 0 else {}
         environment = {
             "PATH": f"{self.path}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": "/nonexistent",
@@ -1017,7 +1034,7 @@ class Release:
     def prove_here(self):
         """Once on a way to the switch. Where it was built, it was proven before it was finished."""
         marker, version = self.marker(), self.interpreter_version()
-        if (marker["built_on"], marker["python"]) == (socket.gethostname(), version):
+        if (marker.get("machine"), marker["python"]) == (this_machine(), version):
             return
         proven = f"{marker.get('manifest_sha256')} {version}\n"
         with contextlib.suppress(FileNotFoundError), open(self.proof, encoding="utf-8") as stream:
@@ -1096,12 +1113,13 @@ class Release:
         folder = os.path.join(self.root, f".{self.id}.part")
         wipe(folder)
         os.mkdir(folder, 0o755)
-        self.run(
-            [
-                *["tar", "--extract", "--file", self.archive_path, "--use-compress-program=zstd"],
-                *["--directory", folder, "--no-same-owner", "--preserve-permissions"],
-            ]
-        )
+        command = ["tar", "--extract", "--file", self.archive_path, "--use-compress-program=zstd"]
+        command += ["--directory", folder, "--no-same-owner", "--preserve-permissions"]
+        try:
+            self.run(command)
+        except (ReleaseError, OSError):
+            wipe(folder)  # what cannot be finished must not fill the disk
+            raise
         if self.marker(os.path.join(folder, self.id)) is None:
             wipe(folder)
             raise ReleaseError(f"{self.archive_path} does not hold the release {self.id}; remove it and run again")
@@ -1191,6 +1209,8 @@ class Release:
                 options["address"],
                 options["port"],
                 lifetime=options["lifetime"],
+                # Between two waves of forks lie unpacking, flushing the disk and the proof.
+                idle=900,
             )
         except fanout.FanoutError as error:
             raise ReleaseError(f"{error} The port is python_env_serve_port.") from None
@@ -1217,6 +1237,12 @@ class Release:
             self.interpreter_version()
         with self.locked(os.path.join(self.root, f".{self.id}.lock")):
             if self.marker() is None:  # else the run that held the lock has done it
+                if not (self.used_by() or os.path.exists(self.archive_path)):
+                    room = int(source["unpacked_bytes"]) + ROOM_TO_SPARE // 4
+                    require_space(
+                        [(self.archives, int(source["size"]), "the archive"), (self.root, room, "the release")],
+                        "Make room there and run again.",
+                    )
                 with self.locked(self.archive_path + ".lock"):
                     self.fetch_archive()
                 self.unpack(int(source["unpacked_bytes"]))
@@ -1416,11 +1442,10 @@ class Release:
         keep = max(self.params["keep"], 1)
         releases = [identity for identity in newest_first(self.root, r"([0-9a-f]{16})") if identity != self.id]
         for identity in releases[keep - 1 :]:
-            prefix, folder = self.params["prefix"], os.path.join(self.root, identity)
-            # Whatever runs, and what a rollback would return to.
-            used = {*release_tree.users(prefix), release_tree.linked(prefix), release_tree.linked(prefix, "previous")}
+            folder = os.path.join(self.root, identity)
             # the marker first: what is left of a killed removal must not look complete
-            if identity not in used and self.remove(f".{identity}.lock", os.path.join(folder, MARKER), folder):
+            paths = os.path.join(folder, MARKER), folder
+            if self.remove(f".{identity}.lock", *paths, unless=functools.partial(self.is_needed, identity)):
                 self.done(f"removed the old release {identity}")
         archives = [
             identity for identity in newest_first(self.archives, r"([0-9a-f]{16})\.tar\.zst") if identity != self.id
@@ -1439,11 +1464,19 @@ class Release:
                 if match and self.remove(os.path.join(folder, f"{match[1]}.lock"), path):
                     self.done(f"removed {path}, which a killed run left")
 
-    def remove(self, lock, *paths):
-        """Take away what no other run is making or handing on right now; whether it did."""
+    def is_needed(self, identity):
+        """Whether something runs from a release, or a rollback would return to it, also once this switch is undone."""
+        prefix = self.params["prefix"]
+        links = release_tree.linked(prefix), release_tree.linked(prefix, "previous"), self.before_that
+        return identity in links or identity in release_tree.users(prefix)
+
+    def remove(self, lock, *paths, unless=bool):
+        """Take away what no other run is making, switching to or handing on right now; whether it did."""
         lock = os.path.join(self.root, lock)
         try:
             with self.locked(lock, patience=0):
+                if unless():
+                    return False
                 for path in (*paths, lock):
                     wipe(path)
         except BusyError:
@@ -1460,12 +1493,13 @@ class Release:
         if self.module.check_mode:
             self.done(f"would switch {self.link} to {self.id}")
             return {"diff": diff}
-        if self.marker() is None:
-            raise ReleaseError(f"{self.path} is not complete; {self.link} stays at {previous or 'nothing'}")
         self.forget_archive()
-        self.prove_here()
         try:
-            release_tree.switch(self.params["prefix"], self.id)
+            with self.locked(os.path.join(self.root, f".{self.id}.lock")):  # else another run might remove it now
+                if self.marker() is None:
+                    raise ReleaseError(f"{self.path} is not complete; {self.link} stays at {previous or 'nothing'}")
+                self.prove_here()
+                release_tree.switch(self.params["prefix"], self.id)
         except OSError as error:
             raise ReleaseError(
                 f"{socket.gethostname()}: {self.link} stays at {previous or 'nothing'}: {error.strerror} "
@@ -1553,7 +1587,11 @@ def main():
     os.umask(0o022)
     release = Release(module)
     before, prefix, result = release.linked(), module.params["prefix"], {}
-    links = {"before": release_tree.linked(prefix), "before_that": release_tree.linked(prefix, "previous")}
+    links = {
+        "before": release_tree.linked(prefix),
+        "before_that": release.before_that,
+        "link_time": release_tree.link_time(prefix),
+    }
     try:
         if module.params["state"] == "inspected":
             result = release.inspected()
@@ -1568,14 +1606,10 @@ def main():
     except (ReleaseError, conda_env.CondaError, release_tree.TreeError) as error:
         module.fail_json(msg=str(error), release_id=release.id, actions=release.actions, log=module.params["log_path"])
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
+        where = f"{socket.gethostname()}: {error.strerror or error} ({error.filename or prefix})"
+        remedy = f"Make room under {prefix} and {module.params['cache_dir']}" if error.errno in NO_ROOM else "Mend that"
         module.fail_json(
-            msg=(
-                f"the disk of {socket.gethostname()} is full ({error.filename or module.params['prefix']}). "
-                f"The release in use is not touched. Make room under {module.params['prefix']} and "
-                f"{module.params['cache_dir']}, and run again."
-            ),
+            msg=f"{where}. The release in use is not touched. {remedy}, and run again.",
             release_id=release.id,
             actions=release.actions,
             log=module.params["log_path"],

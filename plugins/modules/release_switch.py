@@ -29,6 +29,12 @@ options:
       With O(state=switched), id that C(previous) is to lead to, to undo a switch as if it had not been. Empty removes
       the link.
     type: str
+  made_at:
+    description:
+      - With O(state=switched), the RV(link_time) that C(current) is to have, to undo a switch. Units that started
+        before the link was made are restarted.
+    type: int
+    default: 0
   prefix:
     description: Folder that holds C(releases) and the links.
     type: path
@@ -70,6 +76,10 @@ previous:
   description: Id of the release that C(previous) leads to, or led to before the switch. Empty where there is none.
   returned: always
   type: str
+link_time:
+  description: When the link C(current) was made, in nanoseconds since the epoch, or 0.
+  returned: always
+  type: int
 """
 
 import os
@@ -103,6 +113,7 @@ def main():
             "state": {"type": "str", "required": True, "choices": ["checked", "switched"]},
             "release": {"type": "str", "default": ""},
             "previous": {"type": "str"},
+            "made_at": {"type": "int", "default": 0},
             "prefix": {"type": "path", "default": "/opt/ironrack"},
         },
         required_if=[("state", "switched", ["release"])],
@@ -117,16 +128,20 @@ def main():
         path = os.path.join(prefix, "releases", release["id"])
         release["damage"] = damage(path)[:NAMED_FILES] if looked_at and module.params["state"] == "checked" else []
     result = {"changed": False, "releases": releases, "before": before, "previous": previous}
+    result["link_time"] = release_tree.link_time(prefix)
     if module.params["state"] == "switched" and before != wanted:
+        gone = (
+            f"{socket.gethostname()} has no complete release {wanted}; {prefix}/current stays at {before or 'nothing'}"
+        )
         if not any(release["id"] == wanted and release["complete"] for release in releases):
-            module.fail_json(
-                msg=f"{socket.gethostname()} has no complete release {wanted}; {prefix}/current stays at "
-                f"{before or 'nothing'}",
-                **result,
-            )
+            module.fail_json(msg=gone, **result)
         try:
             if not module.check_mode:
-                release_tree.switch(prefix, wanted, module.params["previous"])
+                with release_tree.held(prefix, wanted):
+                    # Another run may have removed it since.
+                    if release_tree.read_marker(os.path.join(prefix, "releases", wanted)) is None:
+                        module.fail_json(msg=gone, **result)
+                    release_tree.switch(prefix, wanted, module.params["previous"], module.params["made_at"])
         except OSError as error:
             module.fail_json(
                 msg=f"{socket.gethostname()}: {prefix}/current stays at {before or 'nothing'}: {error.strerror} "

@@ -184,6 +184,7 @@ OF_A_RUN = {
     "__preflight_facts",
     "__preflight_rdma_here",
     "__python_env_answers",
+    "__python_env_chain",
     "__python_env_problems",
     "__python_env_repairs",
     "__rollback_plan",

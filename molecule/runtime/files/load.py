@@ -6,6 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import http.client
 import json
 import pathlib
 import sys
@@ -32,7 +33,7 @@ def ask(url: str, stop: pathlib.Path, result: dict[str, object]) -> None:
             if text not in texts[-1:]:
                 texts.append(text)
             down_since = None
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):  # whichever way it was cut off
             failed += 1
             down_since = down_since or time.monotonic()
             longest = max(longest, time.monotonic() - down_since)

@@ -558,10 +558,13 @@ class Builder:
         groups = self.groups if self.require_addresses else {}
         self.problems += offline.problems(self.values, addresses, groups, logins)
 
-    def check_release_builder(self, nodes: list[str]) -> None:
+    def check_release_builder(self, addresses: Mapping[str, str | None]) -> None:
         """One that is no node of the cluster has no address in the plan, so its own variables must say it."""
-        for builder in dict.fromkeys(str(self.values[node].get("python_env_builder", "")) for node in nodes):
-            if builder in self.values and builder not in nodes and not self.values[builder].get("cluster_address"):
+        for builder in dict.fromkeys(str(self.values[node].get("python_env_builder", "")) for node in addresses):
+            if builder not in self.values or builder in addresses:
+                continue
+            address = self.values[builder].get("cluster_address")
+            if not address:
                 self.problems.append(
                     Problem(
                         builder,
@@ -571,6 +574,7 @@ class Builder:
                         "set it to the IP address at which they reach this host",
                     )
                 )
+            self._check_families({**addresses, builder: address})
 
     # Ports
 
@@ -724,7 +728,7 @@ class Builder:
         self.check_network(addresses)
         ray_nodes = [head, *workers] if head else []
         self.check_ports(planned, ray_nodes)
-        self.check_release_builder(nodes)
+        self.check_release_builder(addresses)
         if self.problems:
             return {}
         return self._assemble(

@@ -50,6 +50,7 @@ _COMPONENTS = {
     "non-free": "not free, see /usr/share/doc/{name}/copyright in it",
     "non-free-firmware": "not free, see /usr/share/doc/{name}/copyright in it",
 }
+_LOGIN = re.compile(r"//[^/\s]*@")
 NVIDIA_LICENCE = "NVIDIA's licence, see /usr/share/doc/{name}/copyright in it"
 
 
@@ -114,8 +115,10 @@ def index_page(text: str, content_type: str, base: str) -> list[dict[str, Any]]:
     return found
 
 
-def choose_wheels(lock: Lock, pages: Mapping[str, Sequence[Mapping[str, Any]]], source: str) -> list[Artifact]:
-    """The wheels of a lock, found by their hashes on the pages of its packages."""
+def choose_wheels(
+    lock: Lock, pages: Mapping[str, Sequence[Mapping[str, Any]]], source: str, failed: Mapping[str, str] | None = None
+) -> list[Artifact]:
+    """The wheels of a lock, found by their hashes on the pages of its packages; `failed` are the errors of indexes."""
     chosen, missing = [], []
     for name, version in sorted(lock.packages.items()):
         wanted = lock.hashes[name]
@@ -137,8 +140,10 @@ def choose_wheels(lock: Lock, pages: Mapping[str, Sequence[Mapping[str, Any]]], 
                 )
             )
     if missing:
+        errors = "; ".join(f"{_LOGIN.sub('//***@', index)}: {error}" for index, error in sorted((failed or {}).items()))
         raise ArtifactError(
-            f"{source}: no index lists a file with the locked hash of {', '.join(missing)}. Name the index or folder "
+            (f"not every index could be read: {errors}. Check its address, its login and the proxy. " if errors else "")
+            + f"{source}: no index lists a file with the locked hash of {', '.join(missing)}. Name the index or folder "
             "that has it with python_env_index_url, python_env_extra_index_urls or python_env_find_links, or for this "
             "run with --index-url and --find-links (torch's CPU wheels are on https://download.pytorch.org/whl/cpu)."
         )

@@ -37,7 +37,20 @@ def version_problems(found: Mapping[str, Found], variant: str) -> list[str]:
     found: what the module `release` returned for each node as `inspected`. A node with drift is repaired by the same
     run, so of it only what a repair cannot change counts.
     """
-    return [*_differences(found), *_old_drivers(found, variant)]
+    return [*_releases(found), *_differences(found), *_old_drivers(found, variant)]
+
+
+def _releases(found: Mapping[str, Found]) -> list[str]:
+    wanted = {node: str(about["release_id"]) for node, about in found.items() if about.get("release_id")}
+    counted = Counter(wanted.values()).most_common()
+    if len(counted) < 2:
+        return []
+    first = next(node for node in wanted if wanted[node] == counted[0][0])
+    others = [f"{identity} for {_names(wanted, identity)}" for identity, _count in counted[1:]]
+    return [
+        f"the inventory asks for release {counted[0][0]} for {first}, but for {', '.join(others)}: set "
+        "python_env_method, _python, _interpreter, _lock, _conda_lock and _wheels once for the whole cluster, in group_vars/all"
+    ]
 
 
 def _differences(found: Mapping[str, Found]) -> list[str]:
@@ -59,27 +72,34 @@ def _differences(found: Mapping[str, Found]) -> list[str]:
 
 
 def repairs(found: Mapping[str, Found], builder: str) -> dict[str, Any]:
-    """`damaged`: the nodes whose release is not as it was built. `giver`: the node that offers them what they lack,
-    empty where none can.
+    """Who is damaged, who gives what they lack, and who makes or hands out the release to those without it.
 
-    found: as in version_problems, of the nodes of this run. A builder outside of it (--limit) is asked without having
-    been looked at.
+    found: as in version_problems, of the nodes of this run, and of the builder. One that could not be looked at is asked
+    last. `damaged`: the nodes whose release is not as it was built, or of another build than most have.
+    `giver`: empty where there is none. `maker`: the builder, unless it has lost the release and another has it whole.
     """
     own = found.get(builder)
-    reference = own["manifest_sha256"] if own and own["drift"]["total"] == 0 else ""
+    whole = {node: str(about["manifest_sha256"]) for node, about in found.items() if _is_whole(about)}
+    counted = Counter(whole.values())
+    # What most nodes have is left alone, and with it the engines that run from it; the builder decides between equals.
+    reference = max(counted, key=lambda build: (counted[build], build == whole.get(builder)), default="")
     damaged = [
         node
         for node, about in found.items()
         if about["drift"]["total"] or (about["present"] and reference not in ("", about["manifest_sha256"]))
     ]
-    whole = [node for node, about in found.items() if _is_whole(about)]
+    known = [node for node, build in whole.items() if build == reference]
     # An archive may be damaged, too.
     archived = [node for node, about in found.items() if about["has_archive"]]
-    if own is None:
-        whole.append(builder)
-    by_preference = [*(node for node in (builder,) if node in whole), *whole]
-    by_preference += [*(node for node in (builder,) if node in archived), *archived]
-    return {"damaged": damaged, "giver": by_preference[0] if by_preference else ""}
+    # The builder first, where it was looked at; the others as they come, those that need not pack it ahead.
+    givers = sorted(known, key=lambda node: (node != builder, node not in archived))
+    by_preference = [*givers, *([builder] if own is None else []), *sorted(archived, key=builder.__ne__)]
+    packed = own is not None and own["has_archive"] and not own["present"]
+    return {
+        "damaged": damaged,
+        "giver": by_preference[0] if by_preference else "",
+        "maker": builder if packed or not givers else givers[0],
+    }
 
 
 def _is_whole(about: Found) -> bool:
@@ -245,6 +265,7 @@ def _stay(release: Found, already: bool) -> list[str]:
         f"python_env_variant: {inputs.get('variant')}",
         f"python_env_method: {inputs.get('method')}",
         f'python_env_python: "{python}"',
-        f"python_env_lock as it was then ({inputs.get('lock')}), and the same python_env_wheels",
+        f"python_env_lock as it was then ({inputs.get('lock')}), and the same python_env_conda_lock, "
+        "python_env_interpreter and python_env_wheels",
         f"`ansible-playbook playbooks/runtime.yml --check` then says nothing of a release other than {release['id']}.",
     ]

@@ -14,7 +14,8 @@ WHOLE = ("complete", "foreign")
 def places(plan: Plan, builder: str = "") -> dict[str, dict[str, Any]]:
     """Every model folder of the plan, and who has to do with it.
 
-    A model that several instances serve is one. `repo` is empty where the user brings the folder.
+    A model that several instances serve is one. `repo` is empty where the user brings the folder. `keepers` are the
+    nodes that may have it on purpose: those that serve it, and the one that fetches it for them.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, instance in plan["instances"].items():
@@ -35,6 +36,8 @@ def places(plan: Plan, builder: str = "") -> dict[str, dict[str, Any]]:
             place.update(repo=model["repo"], revision=model.get("revision") or "")
         place["instances"].append(name)
         place["nodes"] += [node for node in nodes if node not in place["nodes"]]
+    for place in found.values():
+        place["keepers"] = list(dict.fromkeys([*place["nodes"], place["builder"]]))
     return found
 
 
@@ -45,6 +48,7 @@ def work(
 ) -> list[dict[str, Any]]:
     """What has to be fetched: for each node that fetches, or has a model for the others already, its models.
 
+    `serve` says whether it hands files on: those, or what it takes from another node and has somebody behind it for.
     looked: of each host of this run, by folder, what it said of its models. A node that has a model whole is asked
     before the hub is; a damaged file comes from there, too.
     """
@@ -61,6 +65,9 @@ def work(
         others = [host for host in lacking if host != source]
         if others:
             task["lacking"][path] = others
+    handing_on = {host for task in tasks.values() for others in task["lacking"].values() for host in others[:-1]}
+    for task in tasks.values():
+        task["serve"] = bool(task["lacking"]) or task["node"] in handing_on
     return list(tasks.values())
 
 
@@ -98,7 +105,7 @@ def hand_out(
                 chain = fanout.sources(nodes, host, task["node"], addresses, port)
                 result["serve"] = result["serve"] or chain["serve"]
                 result["models"].append({**own, "sources": chain["sources"], "starve": chain["starve"]})
-    # A node that fetched for the others has its server already.
+    # A node that fetched has its server already, which serves what it takes from others, too.
     result["serve"] = result["serve"] and host not in [task["node"] for task in tasks]
     return result
 

@@ -283,6 +283,10 @@ def test_a_builder_outside_of_the_cluster_says_where_it_is_reached() -> None:
     plan, problems = run(hosts)
     assert problems == []
     assert "controller" not in plan["nodes"]
+    hosts["controller"]["cluster_address"] = "fd00::1"
+    _, (problem,) = run(hosts)
+    assert (problem.host, problem.value) == ("controller", "fd00::1")
+    assert "is of another family than that of n1 (10.77.1.11)" in problem.problem
     del hosts["controller"]["cluster_address"]
     _, (problem,) = run(hosts)
     assert (problem.host, problem.variable) == ("controller", "cluster_address")

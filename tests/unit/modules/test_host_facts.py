@@ -21,6 +21,7 @@ def fixture_facts(load: Load) -> ModuleType:
     return load("host_facts")
 
 
+@pytest.mark.alone
 def test_this_machine(facts: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "file").write_text("abc")
@@ -531,6 +532,7 @@ def test_holder_of_a_device_node(facts: ModuleType, tmp_path: Path) -> None:
     assert facts.holders(root, "0") == []
 
 
+@pytest.mark.alone
 def test_program_that_ends_late_is_not_waited_for(facts: ModuleType) -> None:
     start = time.monotonic()
     assert "timed out" in facts.execute(["sleep", "30"], 0.2)[1]

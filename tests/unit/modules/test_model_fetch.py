@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import http.server
@@ -21,9 +22,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.testing import patch_module_args
 from ansible_collections.ironrack.vllm.plugins.module_utils import fanout, mirror, models, redirects
+from ansible_collections.ironrack.vllm.plugins.module_utils import hub as hub_program
 from ansible_collections.ironrack.vllm.plugins.modules import model_check, model_fetch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -239,6 +242,8 @@ def test_a_token_in_a_file_is_for_root_alone(site: SimpleNamespace, tmp_path: Pa
     assert f"chmod 600 {file}" in site.fetch(token_file=str(file))["msg"]
     file.chmod(0o600)
     assert site.fetch(token_file=str(file))["changed"]
+    file.write_text("\n")
+    assert re.search(rf"model_store_token_file = {file} on \S+ is empty", site.fetch(token_file=str(file))["msg"])
 
 
 def test_a_token_in_a_file_is_hidden_from_the_answer_too(site: SimpleNamespace, tmp_path: Path) -> None:
@@ -505,18 +510,106 @@ def test_too_small_a_disk_is_refused_before_the_first_byte(site: SimpleNamespace
     assert site.call("room", listings=listed["listings"], reserve=free / size + 1)["missing_bytes"] == 0
 
 
-def test_a_disk_that_fills_up_on_the_way_loses_nothing(site: SimpleNamespace) -> None:
+def test_a_disk_that_fills_up_on_the_way_loses_nothing(site: SimpleNamespace, tmp_path: Path, hub_python: str) -> None:
     listed = site.call("listed")
-    models.prepare(str(site.path))
-    # The kernel's own full disk.
-    (site.path / "model-1.safetensors.part").symlink_to("/dev/full")
-    result = site.call("fetched", listings=listed["listings"])
+    # Parts go to the kernel's own full disk.
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{hub_python}\n"
+        "import os, sys\n"
+        "exec(sys.argv[3].removesuffix('hub.main()'))\n"
+        "hub.models.no_link = lambda path, flags: os.open('/dev/full', os.O_WRONLY)\n"
+        "hub.main()\n"
+    )
+    python.chmod(0o755)
+    result = site.call("fetched", listings=listed["listings"], python=str(python))
     assert re.search(
         r"the disk of \S+ on \S+ is full .*What has arrived stays .*make room and run again", result["msg"]
     )
-    (site.path / "model-1.safetensors.part").unlink()
     assert site.fetch()["changed"]
     assert same(site.path, site.source)
+
+
+@pytest.mark.parametrize("way", ["hub", "mirror"])
+def test_root_writes_through_no_link(site: SimpleNamespace, tmp_path: Path, way: str) -> None:
+    manifest_of(site)
+    listings = site.call("listed", **({"mirror": site.folder} if way == "mirror" else {}))["listings"]
+    models.prepare(str(site.path))
+    victim = tmp_path / "shadow"
+    victim.write_text("root:x")
+    victim.chmod(0o600)
+    (site.path / "model-1.safetensors.part").symlink_to(victim)
+    result = site.call("fetched", listings=listings, **({"mirror": site.folder} if way == "mirror" else {}))
+    assert result["changed"], result
+    assert same(site.path, site.source)
+    assert not (site.path / "model-1.safetensors").is_symlink()
+    assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("root:x", 0o600)
+
+
+def test_a_link_that_comes_later_is_not_followed_either(tmp_path: Path) -> None:
+    victim, part = tmp_path / "shadow", tmp_path / "a.part"
+    victim.write_text("root:x")
+    victim.chmod(0o600)
+    part.symlink_to(victim)
+    with pytest.raises(OSError, match=r"a\.part"):
+        models.keep_file(str(part), str(tmp_path / "a"))
+    assert victim.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_in_a_model_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/sub").symlink_to(tmp_path)
+    with pytest.raises(models.ModelError, match=r"model/sub is a link"):
+        models.prepare(str(tmp_path / "model"), ["config.json", "sub/deeper/x.json"])
+    assert not (tmp_path / "deeper").exists()
+    # Where the whole model lies is the user's matter.
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    models.prepare(str(tmp_path / "link"), ["other/x.json"])
+
+
+def test_an_error_is_told_while_other_files_still_come() -> None:
+    names = ["large", "bad", "last"]
+    fetcher = object.__new__(hub_program.Hub)
+    files = [{"name": name, "size": 1} for name in names]
+    fetcher.job = {"listing": {"commit": "", "files": files}, "workers": 2}
+    end = threading.Event()
+
+    def file(entry: dict[str, Any], _commit: str) -> dict[str, Any]:
+        if entry["name"] == "bad":
+            raise models.ModelError("no right to bad")
+        end.wait(20)
+        return entry
+
+    fetcher.file = file
+    started = time.monotonic()
+    try:
+        with pytest.raises(models.ModelError, match="no right to bad"):
+            fetcher.fetch()
+        assert time.monotonic() - started < 10
+    finally:
+        end.set()
+    fetcher.job["listing"]["files"] = [files[2], files[0]]
+    assert fetcher.fetch()["files"] == [files[0], files[2]]
+
+
+def test_what_the_system_refuses_is_told_and_ends_the_server(
+    site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+    monkeypatch.setattr(fanout, "stop", stopped.append)
+    listings = site.fetch(mirror=site.folder)["listings"]
+    shutil.rmtree(site.store)
+    site.store.write_text("")
+    for action in ("fetched", "received"):
+        result = site.call(action, listings=listings)
+        assert re.match(r"/\S+: (Not a directory|File exists) \(on \S+; log: ", result["msg"]), result
+    assert stopped == [model_fetch.UNIT]
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    models.Log(str(tmp_path / "full"))("a line")
+    models.Log(str(tmp_path / "away/log"))("a line")
 
 
 def test_progress_says_bytes_speed_and_time_left(tmp_path: Path) -> None:
@@ -604,6 +697,40 @@ def test_a_damaged_mirror_is_named(site: SimpleNamespace) -> None:
     assert "has no size there" in mirrored(site)["msg"]
     (site.source / "SHA256SUMS").unlink()
     assert "has not this revision, or nothing that lists its files" in mirrored(site)["msg"]
+
+
+def test_a_file_in_the_mirror_that_does_not_end_is_broken_off(site: SimpleNamespace) -> None:
+    files = manifest_of(site)
+    (entry,) = [each for each in files if each["name"] == "model-1.safetensors"]
+    entry["size"] -= 10
+    (site.source / models.MANIFEST).write_text(json.dumps({"repo": REPO, "commit": "", "files": files}))
+    result = site.fetch(mirror=site.folder)
+    assert re.search(rf"model-1.safetensors has more than the {entry['size']} bytes", result["msg"])
+
+
+def test_a_mirror_that_wants_a_password_is_told_apart(site: SimpleNamespace) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    result = site.call("listed", mirror=f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    server.server_close()
+    assert re.search(r"\(model_store_mirror\) answers 403 Forbidden. Put a name and password", result["msg"])
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_wrong_file_of_authorities_is_named(site: SimpleNamespace, tmp_path: Path, content: str | None) -> None:
+    bundle = tmp_path / "ca.pem"
+    if content:
+        bundle.write_text(content)
+    result = site.call("listed", mirror=site.url, ca_bundle=str(bundle))
+    assert re.match(rf"model_store_ca_bundle = {bundle} cannot be used", result["msg"]), result
 
 
 def test_a_folder_is_a_mirror(site: SimpleNamespace) -> None:
@@ -753,7 +880,73 @@ def test_a_node_that_has_the_model_from_elsewhere_gives_it_to_the_others(site: S
     assert look(site, "full")["model"]["state"] == "complete"
 
 
+def test_a_full_disk_of_a_node_that_receives_is_told_as_it_is(
+    site: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listings = site.fetch(mirror=site.folder)["listings"]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fanout, "fetch", full)
+    message = receive(site, tmp_path / "other" / REPO / "v1", listings)["msg"]
+    assert re.search(r"is full .*Files that are whole stay, the one that did not fit was removed: make room", message)
+
+
+def test_the_server_serves_what_this_node_takes_from_others_too(
+    site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[tuple[list[str], dict[str, Any]]] = []
+    monkeypatch.setattr(fanout, "serve", lambda _unit, _store, names, *_, **options: served.append((names, options)))
+    listings = site.call("listed", mirror=site.folder)["listings"]
+    other = {
+        str(site.store / "org/other/v1"): {"files": [{"name": "x.json", "size": 1}]},
+        "/away": {"files": "damaged"},
+    }
+    serve = {"address": "127.0.0.1", "port": 1, "lifetime": 9}
+    site.call("fetched", listings={**other, **listings}, mirror=site.folder, serve=serve)
+    ((names, options),) = served
+    assert sorted(names) == sorted(["org/other/v1/x.json", *(f"{REPO}/main/{name}" for name in WANTED)])
+    # It does not end by itself while the run still fetches another model.
+    assert options == {"lifetime": 9}
+
+
+def test_a_server_that_does_not_start_is_a_warning(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), fanout.PROGRAM)
+
+    monkeypatch.setattr(fanout, "serve", serve)
+    result = site.fetch(mirror=site.folder, serve={"address": "127.0.0.1", "port": 1})
+    assert result["changed"]
+    assert f"{fanout.PROGRAM}: Read-only file system" in told(result)
+
+
+def test_the_servers_are_ended(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[str] = []
+    monkeypatch.setattr(fanout, "stop", stopped.append)
+    site.call("stopped", check=True)
+    assert stopped == []
+    assert not site.call("stopped")["changed"]
+    assert stopped == [model_fetch.UNIT]
+    # Also where nothing else of the block was reached.
+    (block,) = yaml.safe_load((ROOT / "roles/model_store/tasks/fetch.yml").read_text())
+    assert [task["ironrack.vllm.model_fetch"]["state"] for task in block["always"]] == ["stopped", "stopped"]
+    assert [task.get("delegate_to") for task in block["always"]] == [None, "{{ item }}"]
+
+
 # ---------------------------------------------------------------- revisions
+
+
+def test_a_revision_that_cannot_be_removed_is_a_warning(site: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.fetch(mirror=site.folder)
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), ".nfs1")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    result = site.call("finished", keep=0)
+    assert not result.get("failed")
+    assert re.search(rf"{site.path} on \S+ is not wholly removed \(.nfs1: Device or resource busy\)", told(result))
 
 
 def test_old_revisions_stay_until_they_may_go(site: SimpleNamespace) -> None:

@@ -331,6 +331,7 @@ def idle(port: int, count: int) -> Iterator[list[socket.socket]]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("port", ["random", "control"])
 @pytest.mark.parametrize("hard", [1024, 4096])
 def test_idle_connections_do_not_make_it_deaf(path: Path, port: str, hard: int) -> None:

@@ -1121,6 +1121,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.alone
 def test_sixty_four_nodes_in_time() -> None:
     the_plan, probes = plan(64), measured(64)
     speeds(probes, 9400, n7=900)

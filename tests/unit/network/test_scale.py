@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.cluster import RAY_PORTS, build
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory.model_files import find_config
@@ -136,6 +137,7 @@ def seen(other: str, peer: dict[str, Any], closed: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_plan_rules_peers_and_verdict_of_64_nodes() -> None:
     begin = time.process_time()
     the_plan = plan()

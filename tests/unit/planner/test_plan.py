@@ -536,6 +536,7 @@ def test_every_plan_keeps_the_rules(model_config, name, counts, objective, gpu) 
         assert len(indices) % sizes["tensor"] == 0
 
 
+@pytest.mark.alone
 def test_a_thousand_nodes_are_planned_quickly(model_config) -> None:
     listed = nodes(*[8] * 1000)
     random.Random(1).shuffle(listed)  # noqa: S311

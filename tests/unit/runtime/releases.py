@@ -15,7 +15,7 @@ OTHERS = [f"{index:016x}" for index in range(1, 6)]
 needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="zstd is not installed")
 
 
-def fill(release, identity=None, size=100, built_on="elsewhere"):
+def fill(release, identity=None, size=100, built_on="elsewhere", machine="another"):
     """A finished release on disk."""
     root = Path(release.root, identity or release.id)
     (root / "bin").mkdir(parents=True, exist_ok=True)
@@ -29,6 +29,7 @@ def fill(release, identity=None, size=100, built_on="elsewhere"):
         "files": files,
         "manifest_sha256": manifest,
         "built_on": built_on,
+        "machine": machine,
         "python": release.interpreter_version(),
     }
     (root / module.MARKER).write_text(json.dumps(marker))

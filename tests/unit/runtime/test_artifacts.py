@@ -36,6 +36,15 @@ def test_a_wheel_that_no_index_has_is_an_error_with_name_and_remedy() -> None:
     assert "torch 2" not in str(caught.value)
 
 
+def test_what_an_index_answered_stands_in_front_without_its_login() -> None:
+    failed = {"https://me:SECRET@i.example/simple": "HTTP Error 401: Unauthorized"}
+    with pytest.raises(artifacts.ArtifactError) as caught:
+        artifacts.choose_wheels(LOCK, {"torch": PAGE}, "cpu.txt", failed)
+    for word in ("https://***@i.example/simple: HTTP Error 401: Unauthorized", "login", "proxy", "ray 1"):
+        assert word in str(caught.value)
+    assert "SECRET" not in str(caught.value)
+
+
 def test_both_forms_of_an_index_are_read() -> None:
     html = f'<a href="../t%2Bcpu.whl#sha256={HASHES["a"]}" data-x="1">t</a><A class=x HREF="u.whl?a=1&amp;b=2">u</A>'
     assert artifacts.index_page(html, "text/html", "https://i.example/simple/t/") == [

@@ -285,6 +285,157 @@ def test_an_answer_in_chunks_that_breaks_off_is_asked_for_again(tmp_path: Path) 
     assert (tmp_path / "wheels/a.whl").read_bytes() == b"abc"
 
 
+def test_a_file_of_unknown_size_that_breaks_off_goes_on_too(site: tuple[str, list[str]], tmp_path: Path) -> None:
+    item = artifacts.Artifact(
+        "conda", "a", "1", f"{site[0]}/a.whl", "conda/a", 0, hashlib.sha256(DATA).hexdigest(), "MIT"
+    )
+    wanted = tmp_path / "wanted.json"
+    wanted.write_text(json.dumps({"format": artifacts.FORMAT, "artifacts": [asdict(item)]}))
+    assert execute(FETCH, wanted, tmp_path / "m") == []
+    assert site[1] == ["", f"bytes={len(DATA) // 2}-"]
+
+
+ENDLESS = """
+import http.server, os, threading
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        if self.path == "/announced": self.send_header("Content-Length", "1000")
+        self.end_headers()
+        try:
+            for _ in range(100): self.wfile.write(b"x" * 100000)
+        except OSError: pass
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["no_proxy"] = "*"
+program.code("module_utils.conda_env").MOST = 5000
+kit, told = program.code("plugin_utils.runtime.artifacts"), []
+for path, size in (("/announced", 100), ("/sized", 100), ("/unknown", 0)):
+    item = kit.Artifact("wheel", "a", "1", f"http://127.0.0.1:{{server.server_port}}{{path}}", "a", size, "a" * 64, "")
+    try:
+        program.Folder(Path(sys.argv[1]), []).fetch([item], {{}})
+    except program.Failure as failure:
+        told.append(str(failure).splitlines()[-1])
+print(json.dumps(told))
+"""
+
+
+def test_a_server_that_sends_more_than_a_file_has_is_left(tmp_path: Path) -> None:
+    announced, sized, unknown = execute(ENDLESS, tmp_path)
+    assert re.search(r"http://127\S+/announced: the server announces 1000 bytes, and 100 are", announced)
+    assert re.search(r"http://127\S+/sized: the server sends more than 100 bytes", sized)
+    assert re.search(r"http://127\S+/unknown: the server sends more than 5000 bytes", unknown)
+    assert list(tmp_path.iterdir()) == []
+
+
+REFRESHED = """
+kit, root = program.code("plugin_utils.runtime.artifacts"), Path(sys.argv[1])
+suite = "apt/debian/dists/bookworm"
+names = {{"InRelease": suite + "/InRelease", "Packages": suite + "/main/Packages"}}
+for name, file in names.items():
+    (root / "m" / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / "m" / file).write_text("old")
+indexes = {{file: b"new " + name.encode() for name, file in names.items()}}
+def item(kind, url, file, data):
+    return kit.Artifact(kind, "a", "1", url, file, len(data), program.hashlib.sha256(data).hexdigest(), "")
+items = [item("apt-index", "file:///x", file, data) for file, data in indexes.items()]
+items.append(item("apt", (root / "a.deb").as_uri(), "apt/debian/pool/a.deb", b"deb"))
+put, write, order = Path.replace, Path.write_bytes, []
+def noted(self, target):
+    order.append(target.name)
+    return put(self, target)
+def full(self, data):
+    if self.name == "InRelease.part": raise OSError(28, "No space left on device")
+    return write(self, data)
+Path.replace = noted
+def refreshed():
+    try:
+        program.Folder(root / "m", []).fetch(items, indexes)
+    except (program.Failure, OSError):
+        pass
+    return [(root / "m" / file).read_text() for file in names.values()]
+told = [refreshed()]
+(root / "a.deb").write_bytes(b"deb")
+Path.write_bytes = full
+told.append(refreshed())
+Path.write_bytes = write
+order.clear()
+print(json.dumps([*told, refreshed(), order, refreshed(), order]))
+"""
+
+
+def test_indexes_are_replaced_when_all_else_is_there_the_signed_ones_last(tmp_path: Path) -> None:
+    """A new Packages under an old InRelease would end every apt-get update of the site."""
+    lacking, full, done, order, again, same = execute(REFRESHED, tmp_path)
+    assert lacking == full == ["old", "old"]
+    assert done == again == ["new InRelease", "new Packages"]
+    assert order == same == ["Packages", "InRelease"]
+
+
+HELD = """
+def never(_):
+    raise AssertionError("looked up although another run has the folder")
+program.collect = never
+arguments = program.parse(["--inventory", "{root}/inventories/prod", "--download", sys.argv[1]])
+told = []
+with program.Folder(Path(sys.argv[1]), []).held():
+    for _ in range(2):
+        try:
+            program.run(arguments)
+        except program.Failure as failure:
+            told.append(str(failure))
+program.collect = lambda _: ([], {{}}, program.Report())
+stdout, sys.stdout = sys.stdout, sys.stderr
+print(json.dumps([program.os.getpid(), told, program.run(arguments)]), file=stdout)
+"""
+
+
+def test_one_run_fills_a_folder_and_the_next_says_who(tmp_path: Path) -> None:
+    pid, told, then = execute(HELD, tmp_path / "m")
+    assert len(told) == 2
+    assert all(f"{tmp_path / 'm'} (DOWNLOAD) is being filled by process {pid} on " in text for text in told)
+    assert then == 0
+
+
+INDEXES = """
+import http.server, os, threading
+from types import SimpleNamespace
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        code = int(self.path.split("/")[1])
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b"<html>log in first</html>")
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["no_proxy"] = "*"
+program.time.sleep = lambda _: None
+url = f"http://127.0.0.1:{{server.server_port}}"
+program.places_of = lambda *_: ([f"{{url}}/{{code}}" for code in (200, 401, 404, 503)] + ["http://127.0.0.1:9/x"], [])
+program.tools_of = lambda _: {{("uv", "1", "a" * 64)}}
+try:
+    program.wheels_of(SimpleNamespace(hosts=list), program.parse([]))
+except ValueError as error:
+    told = str(error)
+pages = [b"<html>", b"License: MIT\\n\\n"]
+program.get = lambda *_, **__: (pages.pop(0), "", "")
+print(json.dumps([url, told, program.licence_of("a", "1", "https://e/a.whl")]))
+"""
+
+
+def test_an_index_that_does_not_answer_is_told_and_one_without_the_package_is_not() -> None:
+    url, told, licence = execute(INDEXES)
+    for text in (f"{url}/401: HTTP Error 401", f"{url}/503: HTTP Error 503", f"{url}/200: its page of uv is no JSON"):
+        assert text in told
+    assert "http://127.0.0.1:9/x: <urlopen error" in told
+    assert "/404" not in told
+    # A page that is no JSON is not asked for a licence; the next place is.
+    assert licence == "MIT"
+
+
 REDIRECTED = """
 import http.server, os, threading
 seen = []

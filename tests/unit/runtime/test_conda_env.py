@@ -7,6 +7,7 @@ py-rattler.
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -283,26 +284,97 @@ def test_a_password_for_the_mirror_is_used_and_not_shown(make, monkeypatch):
     assert calls == ["https://me:secret@mirror/conda/forge/linux-64/x.conda"]
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(tmp_path):
-    answers = [b"Transfer-Encoding: chunked\r\n\r\n10\r\nrig", b"Content-Length: 5\r\n\r\nright"]
+@pytest.fixture
+def answering(tmp_path):
+    """answering(answers) -> what is fetched for b"right" from a server that gives these, one after another."""
+    servers = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.wfile.write(b"HTTP/1.1 200 OK\r\n" + answers.pop(0))
+    def fetch(answers):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                with contextlib.suppress(OSError):  # the client may leave
+                    self.wfile.write(b"HTTP/1.1 " + answers.pop(0))
 
-        def log_message(self, *_args):
-            pass
+            def log_message(self, *_args):
+                pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url, target = f"http://127.0.0.1:{server.server_port}/x", tmp_path / "x.conda"
-    options = {"opener": urllib.request.urlopen, "log": print, "what": "x", "remedy": "", "pause": 0.01}
-    try:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, target = f"http://127.0.0.1:{server.server_port}/x", tmp_path / "x.conda"
+        options = {"opener": urllib.request.urlopen, "log": print, "what": "x", "remedy": "", "pause": 0.01}
         conda_env.fetch_file(url, str(target), hashlib.sha256(b"right").hexdigest(), **options)
-    finally:
+        return target.read_bytes()
+
+    yield fetch
+    for server in servers:
         server.shutdown()
         server.server_close()
-    assert target.read_bytes() == b"right"
+
+
+RIGHT = b"200 OK\r\nContent-Length: 5\r\n\r\nright"
+# Broken off, and not a file with another hash: those are given up after the second.
+SHORT = b"200 OK\r\nContent-Length: 5\r\n\r\nrig"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [[b"200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\nrig"], [SHORT, SHORT, SHORT]],
+    ids=["chunked", "short"],
+)
+def test_an_answer_that_breaks_off_is_asked_for_again(answering, first):
+    assert answering([*first, RIGHT]) == b"right"
+
+
+def test_an_answer_that_always_breaks_off_is_no_wrong_hash(answering):
+    with pytest.raises(conda_env.CondaError, match=r"/x: ConnectionError: the answer broke off after 3 of 5 bytes"):
+        answering([SHORT] * 4)
+
+
+def test_a_packed_answer_is_not_measured_by_the_length_of_the_packed_one(answering, monkeypatch):
+    """As open_url unpacks it on the way."""
+    original = urllib.request.urlopen
+
+    def unpacking(url):
+        answer = original(url)
+        answer.length = None
+        return answer
+
+    monkeypatch.setattr(urllib.request, "urlopen", unpacking)
+    packed = b"200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 6\r\n\r\nright"
+    assert answering([packed]) == b"right"
+
+
+@pytest.mark.parametrize(
+    ("said", "pause"),
+    [
+        ("Retry-After: 7\r\n", 7),
+        ("Retry-After: Fri, 31 Dec 2100 00:00:00 GMT\r\n", 60),
+        ("Retry-After: 999999\r\n", 60),
+        ("Retry-After: soon\r\n", 0.01),
+        ("", 0.01),
+    ],
+)
+@pytest.mark.parametrize("code", ["429 Too Many Requests", "408 Request Timeout"])
+def test_a_channel_that_asks_to_come_again_is_given_time(answering, monkeypatch, code, said, pause):
+    pauses = []
+    monkeypatch.setattr(conda_env.time, "sleep", pauses.append)
+    assert answering([f"{code}\r\n{said}Content-Length: 0\r\n\r\n".encode(), RIGHT]) == b"right"
+    assert pauses == [pause]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"200 OK\r\n\r\n" + b"x" * 5000, "the server sends more than 4000 bytes"),
+        (b"200 OK\r\nContent-Length: 4001\r\n\r\n", "the server announces 4001 bytes, and 4000 are the most"),
+    ],
+)
+def test_a_server_that_sends_without_end_is_left(answering, monkeypatch, tmp_path, answer, told):
+    monkeypatch.setattr(conda_env, "MOST", 4000)
+    with pytest.raises(conda_env.CondaError, match=rf"x could not be fetched from http://127\S+/x: {told}"):
+        answering([answer])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_download_is_fetched_anew(tmp_path):

@@ -180,6 +180,7 @@ def test_bytes_that_are_not_there_yet_are_waited_for_and_then_promised(node):
     timer.join()
 
 
+@pytest.mark.alone
 def test_a_file_that_may_not_be_read_is_refused_at_once(node, monkeypatch):
     parent = node(content=CONTENT, patience=5.0)
 
@@ -238,6 +239,18 @@ def test_the_server_ends_when_nobody_asks(tmp_path):
     assert done.stdout.startswith(f"serving 2 files of {tmp_path} on 127.0.0.1:")
 
 
+def test_who_asks_for_something_else_keeps_no_server_alive(node):
+    parent = node(content=CONTENT)
+    activity = parent.server.activity
+    before = activity.last
+    with pytest.raises(urllib.error.HTTPError):
+        ask(parent.url + "other")
+    assert activity.last == before
+    with ask(parent.url + NAME) as answer:
+        answer.read()
+    assert activity.last > before
+
+
 def test_a_port_that_is_taken_is_told_in_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -263,6 +276,10 @@ def test_the_unit_of_the_server(tmp_path, monkeypatch):
     assert stop == ["systemctl", "stop", "unit"]
     assert {"--unit=unit", "--collect", "--property=DynamicUser=yes", "--property=RuntimeMaxSec=9"} <= set(run)
     assert run[-3:] == ["/srv/x", "a", "$$HOME"]
+    assert "--idle=9" in run, "it waits for its whole life, unless told otherwise"
+    fanout.serve("unit", "/srv/x", ["a"], "10.0.0.1", 8790, lifetime=9, idle=5)
+    assert "--idle=5" in calls[-1]
+    del calls[2:]
     program = tmp_path / "libexec" / "serve-files"
     assert program.read_text() == Path(serve_files.__file__).read_text()
     assert program.stat().st_mode & 0o777 == 0o755
@@ -393,6 +410,29 @@ def test_what_lies_in_a_part_is_checked_before_anybody_gets_it(node, monkeypatch
     assert seen == [503]
     assert child.content() == CONTENT
     assert builder.asked[0][1] == f"bytes={4 * PIECE}-{5 * PIECE - 1}"
+
+
+@pytest.mark.parametrize("end", [".part", ".unproven"])
+def test_root_writes_through_no_link(node, tmp_path, end):
+    builder, child = node(content=CONTENT), node()
+    victim = tmp_path / "shadow"
+    victim.write_text("root:x")
+    victim.chmod(0o600)
+    (child.folder / f"{NAME}{end}").symlink_to(victim)
+    child.fetch([builder.url])
+    assert child.content() == CONTENT
+    assert not (child.folder / NAME).is_symlink()
+    assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("root:x", 0o600)
+
+
+def test_a_link_that_comes_later_is_an_error(node, tmp_path, monkeypatch):
+    builder, child = node(content=CONTENT), node()
+    victim = tmp_path / "shadow"
+    victim.write_text("root:x")
+    monkeypatch.setattr(fanout, "_begin", lambda path, *_: os.symlink(victim, f"{path}.part") or 0)  # noqa: PTH211
+    with pytest.raises(OSError, match=NAME):
+        child.fetch([builder.url])
+    assert victim.read_text() == "root:x"
 
 
 def test_a_killed_fetch_is_taken_up_again(node, tmp_path):

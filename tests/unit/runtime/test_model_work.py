@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.inventory import model_files
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import fanout, models
 
-A, B = "/var/lib/ironrack/models/org/a/r1", "/var/lib/ironrack/models/org/b/r1"
+A, B, C = (f"/var/lib/ironrack/models/org/{name}/r1" for name in "abc")
 ADDRESSES = {f"n{number}": f"10.0.0.{number}" for number in range(1, 6)}
 
 
@@ -100,7 +102,25 @@ def test_a_node_that_fetches_another_model_keeps_its_one_server() -> None:
     parts = {node: models.hand_out(work, answers[node], ADDRESSES, node, 8791) for node in answers}
     assert [model["path"] for model in parts["n2"]["models"]] == [A]
     assert not parts["n2"]["serve"]
+    assert [task["serve"] for task in work] == [True, True]
     assert [model["path"] for model in parts["n3"]["models"]] == [A, B]
+
+
+def test_a_node_that_fetches_for_itself_alone_hands_on_what_it_takes() -> None:
+    """Its server is one of those that start before anybody takes anything."""
+    both = plan(one=(A, ["n1", "n2", "n3"]), two=(B, ["n2"]), three=(C, ["n3"]))
+    answers = {node: {path: state("absent") for path in (A, B, C)} for node in ("n1", "n2", "n3")}
+    work = models.work(both, answers)
+    # n3 is the last of its chain.
+    assert [(task["node"], task["serve"]) for task in work] == [("n1", True), ("n2", True), ("n3", False)]
+
+
+def test_what_a_node_fetches_for_others_is_none_of_its_old_revisions() -> None:
+    found = models.places(plan(one=(A, ["n1", "n2"]), two=(B, ["n3"])), "n3")
+    assert found[A]["keepers"] == ["n1", "n2", "n3"]
+    assert found[B]["keepers"] == ["n3"]
+    role = yaml.safe_load((Path(__file__).parents[3] / "roles/model_store/vars/main.yml").read_text())
+    assert "keepers" in role["__model_store_kept"]
 
 
 def test_a_node_without_address_is_named() -> None:

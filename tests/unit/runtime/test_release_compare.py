@@ -211,4 +211,45 @@ def test_files_are_taken_from_a_node_that_has_all_of_them(
 ) -> None:
     whole = {"present": True, "drift": {"total": 0}, "has_archive": False, "manifest_sha256": "aa"}
     found = {name: whole | changes.get(name, {}) for name in hosts}
-    assert compare.repairs(found, "n1") == {"damaged": damaged, "giver": giver}
+    repairs = compare.repairs(found, "n1")
+    assert (repairs["damaged"], repairs["giver"]) == (damaged, giver)
+
+
+WHOLE = {"present": True, "drift": {"total": 0}, "has_archive": False, "manifest_sha256": "aa"}
+BARE = WHOLE | {"present": False, "manifest_sha256": ""}
+
+
+def test_a_builder_that_lost_the_release_gets_it_from_who_has_it() -> None:
+    """Else it would build it again, differently in its times, and the others would count as damaged from then on."""
+    assert compare.repairs({"n1": BARE, "n2": WHOLE, "n3": BARE}, "n1")["maker"] == "n2"
+    assert compare.repairs({"n1": BARE | {"has_archive": True}, "n2": WHOLE}, "n1")["maker"] == "n1"
+    assert compare.repairs({"n1": BARE, "n2": BARE}, "n1")["maker"] == "n1"
+    assert compare.repairs({"n1": BARE, "n2": WHOLE | {"drift": {"total": 1}}}, "n1")["maker"] == "n1"
+    assert compare.repairs({"n2": BARE, "n3": BARE}, "n1")["maker"] == "n1", "not looked at in this run"
+
+
+def test_a_builder_that_was_not_looked_at_is_asked_last() -> None:
+    """With --limit, or outside of the cluster: it may have lost its copy, or never had one."""
+    damaged = WHOLE | {"drift": {"total": 1}}
+    found = {"n1": WHOLE, "n2": damaged, "n3": WHOLE | {"has_archive": True}}
+    assert compare.repairs(found, "controller") == {"damaged": ["n2"], "giver": "n3", "maker": "n3"}
+    assert compare.repairs({"n2": damaged}, "controller")["giver"] == "controller"
+    assert compare.repairs({"n1": WHOLE, "n2": WHOLE, "n3": WHOLE | {"manifest_sha256": "bb"}}, "x")["damaged"] == [
+        "n3"
+    ]
+
+
+def test_nodes_that_are_to_run_different_releases_are_named() -> None:
+    found = {name: node() | {"release_id": "aa"} for name in ("n1", "n2", "n3")}
+    assert compare.version_problems(found, "cu130") == []
+    found["n3"]["release_id"] = "bb"
+    (problem,) = compare.version_problems(found, "cu130")
+    assert problem.startswith("the inventory asks for release aa for n1, but for bb for n3: set python_env_method, ")
+
+
+def test_what_most_nodes_have_stays() -> None:
+    other = WHOLE | {"manifest_sha256": "bb"}
+    found = {"n1": other, "n2": WHOLE, "n3": WHOLE}
+    assert compare.repairs(found, "n1") == {"damaged": ["n1"], "giver": "n2", "maker": "n2"}
+    assert compare.repairs({"n1": other, "n2": WHOLE}, "n1")["damaged"] == ["n2"], "the builder between equals"
+    assert compare.repairs({"n2": other, "n3": WHOLE, "n1": WHOLE}, "n1")["giver"] == "n1"

@@ -341,6 +341,85 @@ def test_the_switch_is_one_step_and_only_to_a_complete_release(make):
     assert os.lstat(release.link).st_mtime_ns == before, "units restart when the link is newer than they are"
 
 
+def test_a_machine_of_the_same_name_proves_for_itself(make):
+    release, proven = make(), []
+    fill(release, built_on=socket.gethostname(), machine="of another site")
+    release.prove = lambda: proven.append(True)
+    release.make_current()
+    assert proven == [True]
+
+
+def test_an_undone_switch_leaves_no_trace(make):
+    """Units that are older than the link are restarted by the next run of serve.yml."""
+    old, new = make(release_id=OTHERS[0]), make()
+    for release in (old, new):
+        fill(release)
+        release.make_current()
+        os.utime(release.link, ns=(10**18, 10**18), follow_symlinks=False)
+    prefix, tree = new.params["prefix"], module.release_tree
+    tree.switch(prefix, OTHERS[0], "", 10**18)
+    assert (tree.linked(prefix), tree.linked(prefix, "previous"), tree.link_time(prefix)) == (OTHERS[0], "", 10**18)
+
+
+def test_a_folder_that_cannot_be_flushed_is_switched_all_the_same(make, monkeypatch):
+    release = make()
+    fill(release)
+
+    real = module.release_tree.sync_folder
+
+    def refuse(path):
+        if path == release.params["prefix"]:
+            raise OSError(errno.EIO, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr(module.release_tree, "sync_folder", refuse)
+    monkeypatch.setitem(release.params, "log_path", "/dev/full")
+    release.make_current()
+    assert release.is_current()
+
+
+def test_a_release_that_is_switched_to_is_not_removed_meanwhile(make):
+    release, other = make(), make(release_id=OTHERS[0], keep=1)
+    for each in (release, other):
+        fill(each)
+    age(Path(release.path, module.MARKER), 1000)
+    with module.release_tree.held(release.params["prefix"], ID):
+        other.make_current()
+    assert Path(release.path).is_dir()
+    make(release_id=OTHERS[0], keep=1).make_current()
+    assert not Path(release.path).exists()
+
+
+def test_who_waits_for_a_removed_lock_takes_the_next_one(make, tmp_path):
+    release = make()
+    fill(release)
+    prefix, lock = release.params["prefix"], Path(release.root, f".{ID}.lock")
+    order = []
+
+    def wait():
+        with module.release_tree.held(prefix, ID):
+            order.append("second")
+
+    thread = threading.Thread(target=wait)
+    with module.release_tree.held(prefix, ID):
+        thread.start()
+        time.sleep(0.3)
+        lock.unlink()
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert lock.exists()
+
+
+@needs_zstd
+def test_room_for_archive_and_release_is_looked_for_before_the_transfer(make, tmp_path, offered, monkeypatch):
+    release = make(prefix=str(tmp_path / "other"), cache_dir=str(tmp_path / "cache2"))
+    release.params["source"] = {**offered, "unpacked_bytes": 1 << 60}
+    monkeypatch.setattr(release, "fetch_archive", lambda: pytest.fail("fetched in vain"))
+    with pytest.raises(module.ReleaseError, match=r"not enough disk space .*the archive.*the release"):
+        release.fetched()
+
+
 def test_a_link_that_cannot_be_made_leaves_what_runs_and_says_what_helps(make, monkeypatch):
     old, release = make(release_id=OTHERS[0]), make()
     fill(old)
@@ -391,7 +470,7 @@ def test_a_release_that_does_not_import_is_not_switched_to(make):
 
 def test_the_builder_proves_once(make):
     release = make()
-    fill(release, built_on=socket.gethostname())
+    fill(release, built_on=socket.gethostname(), machine=module.this_machine())
     release.prove = lambda: pytest.fail("proven twice")
     release.fetched()
     release.make_current()
