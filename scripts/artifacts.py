@@ -13,6 +13,7 @@ defaults. Packages of Debian, Ubuntu and NVIDIA keep their own signed indexes: n
 from __future__ import annotations
 
 import argparse
+import base64
 import concurrent.futures
 import contextlib
 import fcntl
@@ -104,9 +105,29 @@ class Report:
 # --- the network --------------------------------------------------------------------------------------------------
 
 
+# user:password of places in the inventory: no list, table or error may show it.
+LOGINS: dict[str, str] = {}
+
+
+def without_login(url: str) -> str:
+    """A URL of the inventory as it may be shown; its login is sent to that server alone."""
+    clean, logins = code("plugin_utils.runtime.lock").split_credentials(url)
+    LOGINS.update(logins)
+    return str(clean)
+
+
+def login_for(url: str) -> dict[str, str]:
+    origin = code("module_utils.redirects").same_origin
+    for place, login in LOGINS.items():
+        if origin(place, url):
+            text = urllib.parse.unquote(login).encode()
+            return {"Authorization": f"Basic {base64.b64encode(text).decode()}"}
+    return {}
+
+
 def opened(url: str, start: int = 0, accept: str = "*/*", timeout: float = 60) -> Any:
     redirects = code("module_utils.redirects")
-    headers = {**AGENT, "Accept": accept} | ({"Range": f"bytes={start}-"} if start else {})
+    headers = {**AGENT, "Accept": accept, **login_for(url)} | ({"Range": f"bytes={start}-"} if start else {})
     token = os.environ.get("HF_TOKEN")
     if token and redirects.same_origin(hub(), url):
         headers["Authorization"] = f"Bearer {token}"
@@ -570,7 +591,8 @@ def places_of(inventory: Inventory, arguments: argparse.Namespace) -> tuple[list
             except AnsibleError:
                 continue  # in the lab's inventories, as long as the lab is not up
             (places if name.endswith("links") else indexes).extend([given] if isinstance(given, str) else given)
-    return list(dict.fromkeys(filter(None, indexes))) or [PYPI], list(dict.fromkeys(places))
+    indexes, places = ([without_login(place) for place in each if place] for each in (indexes, places))
+    return list(dict.fromkeys(indexes)) or [PYPI], list(dict.fromkeys(places))
 
 
 def wheels_of(inventory: Inventory, arguments: argparse.Namespace) -> list[Any]:
@@ -634,9 +656,9 @@ def conda_of(inventory: Inventory) -> list[Any]:
                 f"there is no conda lock {file} (python_env_conda_lock); for the lab's, bring the lab up first"
             )
         lock = conda.parse_explicit(file.read_text(), file.name)
-        found += artifacts.conda_artifacts(lock.packages, of("python_env_conda_mirror"), file.name)
+        found += artifacts.conda_artifacts(lock.packages, without_login(of("python_env_conda_mirror")), file.name)
         if of("python_env_conda_client") == "miniforge":
-            url, sha256 = of("python_env_miniforge_url"), of("python_env_miniforge_sha256")
+            url, sha256 = without_login(of("python_env_miniforge_url")), of("python_env_miniforge_sha256")
             release = re.search(r"/download/([^/]+)/", url)
             found.append(
                 artifacts.Artifact(
@@ -658,8 +680,10 @@ def size_of(url: str) -> int:
     if url.startswith("file://"):
         return Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).stat().st_size
     try:
-        request = urllib.request.Request(url, headers=AGENT, method="HEAD")  # noqa: S310
-        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+        headers = {**AGENT, **login_for(url)}
+        request = urllib.request.Request(url, headers=headers, method="HEAD")  # noqa: S310
+        opener = urllib.request.build_opener(code("module_utils.redirects").Handler)
+        with opener.open(request, timeout=30) as answer:
             return int(answer.headers.get("Content-Length") or 0)
     except OSError:
         return 0

@@ -138,6 +138,7 @@ class ActionModule(ActionBase):
                     "version": package.version,
                     "build": package.build,
                     "sha256": package.sha256,
+                    "size": package.size,
                 }
                 for package in lock.packages
             ],

@@ -105,7 +105,7 @@ def asked_pause(error):
     return min(max(seconds, 0), PATIENCE)
 
 
-def fetch_file(url, target, sha256, *, opener, log, what, remedy, attempts=4, pause=1.0):
+def fetch_file(url, target, sha256, *, opener, log, what, remedy, size=0, attempts=4, pause=1.0):
     """Bring one file of a known hash to target; a whole copy that is there already is not fetched again."""
     if os.path.exists(target) and file_sha256(target) == sha256:
         return
@@ -122,7 +122,7 @@ def fetch_file(url, target, sha256, *, opener, log, what, remedy, attempts=4, pa
                 shutil.copyfile(urllib.request.url2pathname(urllib.parse.urlsplit(url).path), partial)
             else:
                 with contextlib.closing(opener(url)) as answer, open(partial, "wb") as stream:
-                    receive(answer, stream, MOST)
+                    receive(answer, stream, size or MOST)
         except TooMuchError as error:
             problem = str(error)
             break
@@ -164,7 +164,8 @@ def fetch_packages(packages, folder, opener, log, parallel=4):
     def one(package):
         target = os.path.join(folder, package["file_name"])
         what = f"the conda package {package['file_name']}"
-        fetch_file(package["url"], target, package["sha256"], opener=opener, log=log, what=what, remedy=remedy)
+        told = {"what": what, "remedy": remedy, "size": package.get("size", 0)}
+        fetch_file(package["url"], target, package["sha256"], opener=opener, log=log, **told)
         return target
 
     with concurrent.futures.ThreadPoolExecutor(parallel) as pool:

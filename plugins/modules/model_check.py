@@ -45,6 +45,12 @@ options:
     description: Folder that holds the models that are fetched, as C(<org>/<name>/<revision>).
     type: path
     default: ""
+  planned:
+    description: >-
+      Folders under O(store) that are never old, beside those of O(models), since this host has them for others.
+    type: list
+    elements: path
+    default: []
   keep:
     description: Old revisions of a repository that may stay. Negative means all of them.
     type: int
@@ -200,6 +206,7 @@ def main():
             "user": {"type": "str", "required": True},
             "verify": {"type": "str", "choices": ["sizes", "full"], "default": "sizes"},
             "store": {"type": "path", "default": ""},
+            "planned": {"type": "list", "elements": "path", "default": []},
             "keep": {"type": "int", "default": -1},
             "log_path": {"type": "path", "default": "/var/log/ironrack-models.log"},
         },
@@ -213,7 +220,7 @@ def main():
         module.fail_json(msg=f"the user {module.params['user']} does not exist on {socket.gethostname()}: run host.yml")
     found = check(module, user)
     store, keep = module.params["store"], module.params["keep"]
-    old = models.revisions(store, module.params["models"]) if store else []
+    old = models.revisions(store, [*module.params["models"], *module.params["planned"]]) if store else []
     surplus = models.surplus(old, keep) if keep >= 0 else []
     module.exit_json(changed=False, models=found, old=old, surplus=surplus)
 

@@ -49,7 +49,8 @@ def _releases(found: Mapping[str, Found]) -> list[str]:
     others = [f"{identity} for {_names(wanted, identity)}" for identity, _count in counted[1:]]
     return [
         f"the inventory asks for release {counted[0][0]} for {first}, but for {', '.join(others)}: set "
-        "python_env_method, _python, _interpreter, _lock, _conda_lock and _wheels once for the whole cluster, in group_vars/all"
+        "python_env_method, _python, _interpreter, _lock, _conda_lock and _wheels once for the whole cluster, in "
+        "group_vars/all"
     ]
 
 
@@ -74,8 +75,8 @@ def _differences(found: Mapping[str, Found]) -> list[str]:
 def repairs(found: Mapping[str, Found], builder: str) -> dict[str, Any]:
     """Who is damaged, who gives what they lack, and who makes or hands out the release to those without it.
 
-    found: as in version_problems, of the nodes of this run, and of the builder. One that could not be looked at is asked
-    last. `damaged`: the nodes whose release is not as it was built, or of another build than most have.
+    found: as in version_problems, of the nodes of this run, and of the builder. One that could not be looked at is
+    asked last. `damaged`: the nodes whose release is not as it was built, or of another build than most have.
     `giver`: empty where there is none. `maker`: the builder, unless it has lost the release and another has it whole.
     """
     own = found.get(builder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.server
 import json
@@ -218,6 +219,49 @@ def test_a_cache_may_be_laid_out_as_a_mirror_is(site: tuple[str, list[str]], tmp
     assert execute(FETCH, wanted, tmp_path / "m", tmp_path / "old" / place) == []
     assert (tmp_path / "m" / name).read_bytes() == DATA
     assert site[1] == []
+
+
+LOGIN = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import artifacts as program
+place = program.without_login(os.environ["PLACE"])
+with program.opened(place + "/a.whl") as answer:
+    body = answer.read()
+print(json.dumps([place, program.size_of(place + "/a.whl"), len(body), program.login_for("http://127.0.0.2:1/")]))
+"""
+
+
+def test_a_login_is_sent_and_never_shown(tmp_path: Path) -> None:
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.headers.get("Authorization"))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(DATA)))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(DATA)
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}/conda"
+        done = subprocess.run(
+            [sys.executable, "-c", LOGIN, str(ROOT / "scripts")],
+            env={**os.environ, "PLACE": place.replace("//", "//me:s%40cret@")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        server.shutdown()
+    assert json.loads(done.stdout) == [place, len(DATA), len(DATA), {}]
+    assert asked == ["Basic " + base64.b64encode(b"me:s@cret").decode()] * 2
 
 
 def model_file(url: str, tmp_path: Path, **more: str) -> Path:
