@@ -318,6 +318,14 @@ def render(listing):
 def begin(folder, listing):
     """The folder is being filled from now on; what it was before is no longer promised."""
     prepare(folder, [entry["name"] for entry in listing["files"]])
+    # What was something else before, a branch that moved on say, may have the same size: its absence tells it apart.
+    before = load_manifest(folder) or load_manifest(folder, ARRIVING) or {"files": []}
+    digests = {entry["name"]: entry.get("sha256") for entry in before["files"]}
+    for entry in listing["files"]:
+        was, now = digests.get(entry["name"]), entry.get("sha256")
+        if was and now and was != now:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, entry["name"]))
     write_atomically(os.path.join(folder, ARRIVING), render(listing))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, MANIFEST))

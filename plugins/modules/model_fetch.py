@@ -545,7 +545,10 @@ class Fetch:
             for path in models.surplus(models.revisions(params["store"], params["planned"]), params["keep"]):
                 self.remove(path)
         full = params["verify"] == "full"
-        return {"models": {m["path"]: models.look(m["path"], full, verified=True) for m in params["models"]}}
+        found = {m["path"]: models.look(m["path"], full, verified=True) for m in params["models"]}
+        for path, about in found.items():
+            self.warnings += [f"{path}: {note}" for note in about.pop("notes", [])]
+        return {"models": found}
 
     def remove(self, path):
         if models.in_use(path):

@@ -870,6 +870,32 @@ def test_a_node_takes_the_model_from_another(site: SimpleNamespace, tmp_path: Pa
     assert len(site.asked("model-2.safetensors")) == 1
 
 
+def test_files_of_another_commit_and_the_same_size_come_anew(site: SimpleNamespace, tmp_path: Path) -> None:
+    """A branch that moved on: size and header are no proof, and a run that was killed in between has to see it, too."""
+    listings = site.fetch(mirror=site.folder)["listings"]
+    other = tmp_path / "other" / REPO / "v1"
+    receive(site, other, listings)
+    moved = json.loads((other / models.MANIFEST).read_text())
+    flip(other / "model-1.safetensors")
+    old = next(entry for entry in moved["files"] if entry["name"] == "model-1.safetensors")
+    old["sha256"] = hashlib.sha256((other / "model-1.safetensors").read_bytes()).hexdigest()
+    (other / models.MANIFEST).write_text(json.dumps(moved))
+    assert look(site)["model"]["state"] == "complete"
+    models.begin(str(other), next(iter(listings.values())))  # killed here
+    assert "received 1 of 7 files" in receive(site, other, listings)["actions"][0]
+    assert same(other, site.source)
+
+
+def test_what_is_odd_about_a_model_is_told_when_it_has_come(site: SimpleNamespace) -> None:
+    config = site.source / "config.json"
+    about = json.loads(config.read_text())
+    config.write_text(json.dumps({**about, "vocab_size": 10, "eos_token_id": 10}))
+    site.fetch()
+    result = site.call("finished")
+    assert any("eos_token_id of config.json is 10, beyond the vocab_size 10" in text for text in result["warnings"])
+    assert "notes" not in next(iter(result["models"].values()))
+
+
 def test_a_node_that_has_the_model_from_elsewhere_gives_it_to_the_others(site: SimpleNamespace, tmp_path: Path) -> None:
     shutil.copytree(site.source, site.path)
     assert look(site)["model"]["state"] == "foreign"
