@@ -21,10 +21,10 @@ lint() {
     return "$bad"
 }
 
-# More than half of their time is waiting, so three of them run beside each other.
+# Half of their time is waiting, so two of them run beside each other.
 unit() {
     local bad=0
-    python -m pytest tests/unit tests/accuracy -m "not alone" --numprocesses 3 --dist loadfile || bad=1
+    python -m pytest tests/unit tests/accuracy -m "not alone" --numprocesses 2 --dist loadfile || bad=1
     python -m pytest tests/unit tests/accuracy -m alone || bad=1
     return "$bad"
 }

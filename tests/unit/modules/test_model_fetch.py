@@ -403,7 +403,7 @@ def test_a_kill_in_the_middle_ends_the_program_that_fetches_too(site: SimpleName
     process.stdin.write(json.dumps({"ANSIBLE_MODULE_ARGS": arguments}).encode())
     process.stdin.close()
     part = site.path / "model-1.safetensors.part"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120  # on a machine that is busy with other tests
     while not site.asked("model-1.safetensors"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
