@@ -149,7 +149,12 @@ def test_a_right_value_is_taken(variable: str, value: Any) -> None:
 )
 def test_no_part_of_a_password_stays_in_the_address(given: str, place: str, login: str) -> None:
     (block,) = yaml.safe_load((ROOT / "roles/model_store/tasks/fetch.yml").read_text("utf-8"))
-    asked = block["module_defaults"]["ironrack.vllm.model_fetch"]
+    shown = block["module_defaults"]["ironrack.vllm.model_fetch"]
     templar = Templar(loader=DataLoader(), variables={"__model_store_source": given})
-    found = [templar.template(trust_as_template(asked[name])) for name in ("mirror", "mirror_login")]
-    assert found == [place, login]
+    asked = shown["mirror"], block["vars"]["__model_store_login"]
+    assert [templar.template(trust_as_template(text)) for text in asked] == [place, login]
+    # What is secret goes to the node that fetches from there, and to no other.
+    secret = {"mirror_login", "token", "token_file"}
+    assert not secret & set(shown)
+    given_to = [task["ironrack.vllm.model_fetch"] for task in [*block["block"], *block["always"]]]
+    assert [each["state"] for each in given_to if secret & set(each)] == ["listed", "fetched"]
