@@ -146,7 +146,7 @@ def render(variant: str, python: str, resolution: dict[str, Any]) -> str:
         f"# packages: {len(packages)}",
         f"# download-bytes: {total}",
     ]
-    return "\n".join(header + lines) + "\n"
+    return with_digest("\n".join(header + lines) + "\n")
 
 
 def solve_conda(uv: str, python: str, channel: str) -> str:
@@ -174,7 +174,17 @@ def solve_conda(uv: str, python: str, channel: str) -> str:
         "Made by `make lock` from conda.in beside it: do not edit.",
         f"inputs: sha256:{inputs_digest('conda', python)}",
     ]
-    return str(conda().render([tuple(row) for row in json.loads(done.stdout)], header))
+    return with_digest(conda().render([tuple(row) for row in json.loads(done.stdout)], header))
+
+
+def content_digest(text: str) -> str:
+    """Digest of what would be installed: `make lock` writes it down, so that a line edited by hand shows."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def with_digest(text: str) -> str:
+    return text.replace("# packages:", f"# content: sha256:{content_digest(text)}\n# packages:", 1)
 
 
 def check_conda(python: str) -> str | None:
@@ -193,9 +203,14 @@ def check(variant: str, python: str) -> str | None:
     lock = lock_path(variant, python)
     if not lock.exists():
         return f"{lock.name} is missing: run `make lock`"
-    if f"# inputs: sha256:{inputs_digest(variant, python)}\n" not in lock.read_text():
+    text = lock.read_text()
+    if f"# inputs: sha256:{inputs_digest(variant, python)}\n" not in text:
         return f"{lock.name} was made from other inputs than {variant}.in and {variant}.overrides: run `make lock`"
-    return check_conda(python) if variant == "conda" else None
+    if variant == "conda" and (problem := check_conda(python)):
+        return problem
+    if f"# content: sha256:{content_digest(text)}\n" not in text:
+        return f"{lock.name} was edited by hand: change {variant}.in and run `make lock`"
+    return None
 
 
 def main() -> int:

@@ -10,8 +10,8 @@ from ansible_collections.ironrack.vllm.plugins.plugin_utils.plain import to_plai
 from ansible_collections.ironrack.vllm.plugins.plugin_utils.runtime import compare
 
 
-def runtime_problems(found: Any, variant: Any) -> list[str]:
-    return compare.version_problems(*to_plain((found, variant)))
+def runtime_problems(found: Any, variant: Any, beside: Any = None) -> list[str]:
+    return compare.version_problems(*to_plain((found, variant, beside)))
 
 
 def runtime_repairs(found: Any, builder: Any) -> dict[str, Any]:

@@ -1240,7 +1240,7 @@ class Release:
                 if not (self.used_by() or os.path.exists(self.archive_path)):
                     room = int(source["unpacked_bytes"]) + ROOM_TO_SPARE // 4
                     require_space(
-                        [(self.archives, int(source["size"]), "the archive"), (self.root, room, "the release")],
+                        [(self.archives, self.to_come(), "the archive"), (self.root, room, "the release")],
                         "Make room there and run again.",
                     )
                 with self.locked(self.archive_path + ".lock"):
@@ -1249,15 +1249,19 @@ class Release:
             self.prove_here()  # before any node switches
         return {}
 
+    def to_come(self):
+        """Bytes of the archive that an earlier run has not brought yet."""
+        partial = f"{self.archive_path}.part"
+        have = os.path.getsize(partial) if os.path.exists(partial) else 0
+        return max(int(self.params["source"]["file"]["size"]) - have, 0)
+
     def fetch_archive(self):
         """The archive stays until all nodes have it, for those behind this one; `current` removes it."""
         source, chain = self.params["source"], self.params["chain"]
         entry = source["file"]
-        partial = f"{self.archive_path}.part"
-        have = os.path.getsize(partial) if os.path.exists(partial) else 0
         if not os.path.exists(self.archive_path):
             require_space(
-                [(self.archives, max(int(entry["size"]) - have, 0), "the archive")],
+                [(self.archives, self.to_come(), "the archive")],
                 "Make room, or move python_env_cache_dir.",
             )
         if chain.get("serve") and self.params["serve"]:
@@ -1470,7 +1474,7 @@ class Release:
         links = release_tree.linked(prefix), release_tree.linked(prefix, "previous"), self.before_that
         return identity in links or identity in release_tree.users(prefix)
 
-    def remove(self, lock, *paths, unless=bool):
+    def remove(self, lock, *paths, unless=lambda: False):
         """Take away what no other run is making, switching to or handing on right now; whether it did."""
         lock = os.path.join(self.root, lock)
         try:

@@ -187,6 +187,7 @@ OF_A_RUN = {
     "__python_env_chain",
     "__python_env_problems",
     "__python_env_repairs",
+    "__rollback_failed",
     "__rollback_plan",
 }
 

@@ -31,13 +31,23 @@ _OTHER_BUILD = (
 )
 
 
-def version_problems(found: Mapping[str, Found], variant: str) -> list[str]:
+def version_problems(found: Mapping[str, Found], variant: str, beside: Mapping[str, Found] | None = None) -> list[str]:
     """Sentences about versions that differ between nodes, and about drivers that are too old for the runtime.
 
     found: what the module `release` returned for each node as `inspected`. A node with drift is repaired by the same
-    run, so of it only what a repair cannot change counts.
+    run, so of it only what a repair cannot change counts. beside: the same for nodes that --limit leaves out.
     """
-    return [*_releases(found), *_differences(found), *_old_drivers(found, variant)]
+    left_out = _left_out(found, beside or {})
+    return [*_releases(found), *left_out, *_differences(found), *_old_drivers(found, variant)]
+
+
+def _left_out(found: Mapping[str, Found], beside: Mapping[str, Found]) -> list[str]:
+    return [
+        f"{node} runs release {about['before']}, and {about['release_id']} is wanted: with --limit only "
+        f"{', '.join(found)} would get it, and nodes with different releases do not work together. Run without --limit"
+        for node, about in beside.items()
+        if about.get("before") and about["before"] != about.get("release_id")
+    ]
 
 
 def _releases(found: Mapping[str, Found]) -> list[str]:

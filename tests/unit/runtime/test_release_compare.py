@@ -239,6 +239,16 @@ def test_a_builder_that_was_not_looked_at_is_asked_last() -> None:
     ]
 
 
+def test_a_run_with_limit_does_not_split_the_cluster() -> None:
+    found = {"n2": node() | {"release_id": "bb"}}
+    builder = node() | {"release_id": "bb", "before": "aa"}
+    (problem,) = compare.version_problems(found, "cu130", {"n1": builder})
+    assert problem.startswith("n1 runs release aa, and bb is wanted: with --limit only n2 would get it")
+    # It runs that release, too; or it only builds and runs none.
+    for before in ("bb", ""):
+        assert compare.version_problems(found, "cu130", {"n1": builder | {"before": before}}) == []
+
+
 def test_nodes_that_are_to_run_different_releases_are_named() -> None:
     found = {name: node() | {"release_id": "aa"} for name in ("n1", "n2", "n3")}
     assert compare.version_problems(found, "cu130") == []

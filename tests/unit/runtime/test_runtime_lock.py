@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,3 +149,20 @@ def test_locks_were_made_from_the_inputs_beside_them():
         [sys.executable, str(ROOT / "scripts/lock.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("name", "line"), [("cpu-cp311.txt", "ray==2.60.0"), ("conda-cp312.lock", "openssl-3.6.3-")])
+def test_a_lock_that_somebody_edited_is_named(tmp_path, monkeypatch, name, line):
+    spec = importlib.util.spec_from_file_location("ironrack_lock_script", ROOT / "scripts/lock.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    folder = shutil.copytree(script.LOCKS, tmp_path / "locks")
+    monkeypatch.setattr(script, "LOCKS", folder)
+    variant, python = name.split("-")[0], {"cp311": "3.11", "cp312": "3.12"}[name.split("-")[1].split(".")[0]]
+    assert script.check(variant, python) is None
+    text = (folder / name).read_text()
+    (folder / name).write_text(f"# a word more is no other lock\n{text}")
+    assert script.check(variant, python) is None
+    assert line in text
+    (folder / name).write_text(text.replace(line, line.replace("2.60.0", "2.59.0").replace("3.6.3", "3.6.2")))
+    assert "was edited by hand" in script.check(variant, python)
