@@ -38,7 +38,7 @@ CONDA_CHANNEL = "https://conda.anaconda.org/conda-forge"
 CONDA_VIRTUAL = {"__glibc": "2.35", "__linux": "5.15", "__unix": "0"}
 # Run with py-rattler at hand; the order comes on standard input, the packages go to standard output.
 SOLVER = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 from rattler import BuildString, Channel, GenericVirtualPackage, PackageName, Version, solve
 
 order = json.load(sys.stdin)
@@ -49,6 +49,8 @@ records = asyncio.run(solve(
 ))
 rows = [[r.url, r.sha256.hex() if r.sha256 else "", r.size or 0, r.license or ""] for r in records]
 json.dump(rows, sys.stdout)
+sys.stdout.flush()
+os._exit(0)  # py-rattler's threads may still run: taking the interpreter down under them has crashed
 """
 
 
